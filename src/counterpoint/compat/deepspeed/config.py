@@ -65,6 +65,7 @@ class DeepSpeedConfig:
         optimizer: None if the script makes it.
         scheduler: None if the script makes it.
         notices: the keys of the configuration that change nothing here, each with the reason.
+        drops_last_batch: whether the loader of ``initialize`` leaves out a last batch that is smaller.
     """
 
     arguments: Mapping[str, Any]
@@ -73,6 +74,7 @@ class DeepSpeedConfig:
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
     notices: tuple[str, ...]
+    drops_last_batch: bool = False
 
     def make_optimizer(self, params: ParamsT) -> Optimizer:
         """Return the configured optimizer of some parameters, or of groups of them.
@@ -193,6 +195,7 @@ def _resolve(config: Mapping[str, Any], num_ranks: int, auto: Mapping[str, Any])
         None if optimizer is None else resolve_optimizer(optimizer, values["optimizer.params"]),
         None if scheduler is None else resolve_scheduler(scheduler, values["scheduler.params"]),
         notices,
+        values["dataloader_drop_last"],
     )
 
 

@@ -75,7 +75,7 @@ BATCH_KEYS = (
         "updates without a fixed number of batches are step.accumulate(batch) and step.update() of cp.parallelize",
         neutral=(None, True),
     ),
-    _ignored("dataloader_drop_last", "bool", "batches are those that the script passes"),
+    _becomes("dataloader_drop_last", "bool", False, "drop_last of the loader that initialize makes"),
 )
 
 OPTIMIZER_KEYS = (

@@ -1,0 +1,343 @@
+"""Sum the gradients of all ranks and update: whole on every rank (stage 0), or each rank its own shard (1 and 2).
+
+::
+
+    weights of a group, flat   [ w0 w0 w0 w1 w1 | w1 b1 b1 b1 b1 ]    parameters are views of it, on both ranks
+    optimizer's parameter        shard of rank 0  shard of rank 1      its state has the size of the shard
+
+    stage 0    backward, ..., backward | all_reduce(grad)     | update of everything
+    stage 1    backward, ..., backward | reduce_scatter(grad) | update of the shard | all_gather(weight)
+    stage 2    reduce_scatter(grad) after each backward; only the sum of the shards stays
+
+The optimizer is the user's own. From stage 1 on its groups hold shards instead of parameters, so that schedulers and
+options work as before.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from counterpoint.errors import DataError, PlanError
+from counterpoint.fabric.cast_reductions import start_cast_all_reduce, start_cast_reduce_scatter
+from counterpoint.fabric.fabric import Fabric, Work
+from counterpoint.partitioning.module_casts import is_narrower
+from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRule:
+    """How gradients become an update.
+
+    Args:
+        stage: of ZeRO.
+        reduce_dtype: in which gradients are sent; None for their own.
+        unused: what happens with a parameter that has no gradient: ``zero`` or ``error``.
+    """
+
+    stage: int
+    reduce_dtype: torch.dtype | None = None
+    unused: str = "zero"
+
+
+@dataclass(slots=True)
+class FlatGroup:
+    """Parameters of one dtype whose gradients are sent in one flat tensor.
+
+    Args:
+        names: of the parameters, for errors.
+        params: the parameters.
+    """
+
+    names: Sequence[str]
+    params: Sequence[nn.Parameter]
+
+    @property
+    def label(self) -> str:
+        """A name for messages between ranks."""
+        return f"{self.names[0]} to {self.names[-1]}"
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each parameter begins in the flat tensor, and where the last one ends."""
+        return [0, *accumulate(param.numel() for param in self.params)]
+
+    def slices(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with its part of a flat tensor, in the shape of the parameter."""
+        for param, start in zip(self.params, self.offsets, strict=False):
+            yield param, flat[start : start + param.numel()].view(param.shape)
+
+    def pack_grads(self, unused: str) -> Tensor:
+        """Return the gradients as one flat tensor, and release them.
+
+        Raises:
+            DataError: a parameter has none, and that is an error.
+        """
+        flat = self.params[0].new_empty(self.offsets[-1])
+        for name, (param, part) in zip(self.names, self.slices(flat), strict=True):
+            if param.grad is None and unused == "error":
+                raise DataError(
+                    f"{name} got no gradient in this step; set zero_optimization.ignore_unused_parameters to true for "
+                    "a gradient of zeros, or use the parameter in the loss"
+                )
+            if param.grad is None:
+                part.zero_()
+            else:
+                part.copy_(param.grad)
+            param.grad = None
+        return flat
+
+
+def make_flat_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[int, FlatGroup]]:
+    """Yield the trained parameters of each group of an optimizer, one flat group for each dtype and device.
+
+    Args:
+        optimizer: the optimizer.
+        names: the name of a parameter by its ``id``.
+
+    Yields:
+        The index of the group in the optimizer, and the flat group.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
+        for param in group["params"]:
+            if param.requires_grad:
+                by_kind[param.dtype, param.device].append(param)
+        for params in by_kind.values():
+            yield index, FlatGroup([names[id(param)] for param in params], params)
+
+
+class GradientUpdate(ABC):
+    """The gradients of a step, from each backward to the update."""
+
+    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule) -> None:
+        self.fabric, self.optimizer, self.rule = fabric, optimizer, rule
+        self.ranks = tuple(range(fabric.num_ranks))
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """Take the gradients of a backward."""
+
+    @abstractmethod
+    def reduce(self) -> float:
+        """Complete the gradients of the step, which are sums over all ranks, and return the square of their norm."""
+
+    @abstractmethod
+    def grads(self) -> list[Tensor]:
+        """Return the gradients that the optimizer applies on this rank."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop the gradients."""
+
+    def apply(self, factor: float) -> None:
+        """Multiply the gradients by a factor and update the weights with them."""
+        grads = self.grads()
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+        self.optimizer.step()
+        self.clear()
+
+    def cast(self, flat: Tensor) -> Tensor | None:
+        """Return a copy in the narrower dtype that is sent; None if gradients are sent in their own."""
+        dtype = self.rule.reduce_dtype
+        if dtype is None or not is_narrower(dtype, flat.dtype) or self.fabric.num_ranks == 1:
+            return None
+        return flat.to(dtype)
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> float:
+    """Return the sum of all squares, computed in float64."""
+    return math.fsum(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 for tensor in tensors)
+
+
+class WholeUpdate(GradientUpdate):
+    """Stage 0: every rank has all gradients and updates all weights."""
+
+    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> None:
+        super().__init__(fabric, optimizer, rule)
+        self.groups = [group for _, group in make_flat_groups(optimizer, names)]
+
+    def end_backward(self) -> None:
+        """Keep the gradients where autograd adds them up."""
+        return
+
+    @torch.no_grad()
+    def reduce(self) -> float:
+        """All-reduce the gradients."""
+        flats = [group.pack_grads(self.rule.unused) for group in self.groups]
+        works = [self._start(group, flat) for group, flat in zip(self.groups, flats, strict=True)]
+        for work, group, flat in zip(works, self.groups, flats, strict=True):
+            work.wait()
+            for param, part in group.slices(flat):
+                param.grad = part
+        return squared_norm(flats)
+
+    def _start(self, group: FlatGroup, flat: Tensor) -> Work:
+        label, narrow = f"gradients of {group.label}", self.cast(flat)
+        if narrow is None:
+            return self.fabric.all_reduce(label, flat, self.ranks)
+        return start_cast_all_reduce(self.fabric, label, flat, narrow, self.ranks)
+
+    def grads(self) -> list[Tensor]:
+        """Return all gradients."""
+        return [param.grad for group in self.groups for param in group.params if param.grad is not None]
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for group in self.groups:
+            for param in group.params:
+                param.grad = None
+
+
+@dataclass(slots=True)
+class Shard:
+    """This rank's part of a flat group.
+
+    Args:
+        group: the parameters.
+        weights: all of them, flat; the parameters are views of it.
+        bounds: where the shard of each rank begins, and where the last one ends.
+        param: the shard of this rank, a view of ``weights``.
+    """
+
+    group: FlatGroup
+    weights: Tensor
+    bounds: list[int]
+    param: nn.Parameter
+
+    def ranges(self, rank: int) -> Iterator[tuple[str, int, int, int]]:
+        """Yield each parameter that a rank's shard has a part of: its name, the part, and where that lies in the group.
+
+        Args:
+            rank: the rank.
+
+        Yields:
+            The name, the first element of the parameter, the one after the last, and where the first one is in the
+            flat group.
+        """
+        first, last = self.bounds[rank : rank + 2]
+        for name, param, offset in zip(self.group.names, self.group.params, self.group.offsets, strict=False):
+            start, stop = max(first, offset), min(last, offset + param.numel())
+            if start < stop:
+                yield name, start - offset, stop - offset, start
+
+
+class ShardedUpdate(GradientUpdate):
+    """Stages 1 and 2: each rank keeps the optimizer's state of its shard, and updates it.
+
+    Raises:
+        PlanError: the optimizer has state already, or its update is not elementwise.
+    """
+
+    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> None:
+        super().__init__(fabric, optimizer, rule)
+        if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+            raise PlanError(
+                f"{type(optimizer).__name__} computes norms or more of whole parameters, of which ranks have shards at "
+                f"stage {rule.stage}; use stage 0, or an elementwise optimizer (AdamW, SGD)"
+            )
+        if optimizer.state:
+            raise PlanError(
+                f"{type(optimizer).__name__} has state from earlier steps; pass a new optimizer, and load the state "
+                "with load_checkpoint"
+            )
+        parts: dict[int, list[nn.Parameter]] = {index: [] for index, _ in enumerate(optimizer.param_groups)}
+        self.shards: list[Shard] = []
+        for index, group in make_flat_groups(optimizer, names):
+            self.shards.append(self._make_shard(group))
+            parts[index].append(self.shards[-1].param)
+        for index, params in parts.items():
+            optimizer.param_groups[index]["params"] = params
+
+    @torch.no_grad()
+    def _make_shard(self, group: FlatGroup) -> Shard:
+        """Move the weights of a group into one flat tensor, and return the part of this rank."""
+        numel, num_ranks, first = group.offsets[-1], self.fabric.num_ranks, group.params[0]
+        weights = self.fabric.empty(numel, first.dtype) if first.device.type == "cpu" else first.new_empty(numel)
+        for param, part in group.slices(weights):
+            part.copy_(param)
+            param.data = part
+        bounds = [numel * rank // num_ranks for rank in range(num_ranks + 1)]
+        start, stop = bounds[self.fabric.rank : self.fabric.rank + 2]
+        return Shard(group, weights, bounds, nn.Parameter(weights[start:stop]))
+
+    def end_backward(self) -> None:
+        """At stage 2, reduce the gradients of this backward and keep the shard of their sum."""
+        if self.rule.stage > 1:
+            self._reduce_scatter()
+
+    def reduce(self) -> float:
+        """Reduce the gradients, unless each backward did."""
+        if self.rule.stage == 1:
+            self._reduce_scatter()
+        total = torch.tensor([squared_norm(self.grads())], dtype=torch.float64)
+        self.fabric.all_reduce("the norm of the gradients", total, self.ranks).wait()
+        return float(total)
+
+    @torch.no_grad()
+    def _reduce_scatter(self) -> None:
+        """Add the shard of the sum over ranks to what this rank has."""
+        flats = [shard.group.pack_grads(self.rule.unused) for shard in self.shards]
+        works = [self._start(shard, flat) for shard, flat in zip(self.shards, flats, strict=True)]
+        for work, shard, flat in zip(works, self.shards, flats, strict=True):
+            work.wait()
+            start, stop = shard.bounds[self.fabric.rank : self.fabric.rank + 2]
+            part = flat[start:stop]
+            if shard.param.grad is None:
+                shard.param.grad = part.clone()
+            else:
+                shard.param.grad += part
+
+    def _start(self, shard: Shard, flat: Tensor) -> Work:
+        label, narrow = f"gradients of {shard.group.label}", self.cast(flat)
+        if narrow is None:
+            return self.fabric.reduce_scatter(label, flat, shard.bounds, self.ranks)
+        return start_cast_reduce_scatter(self.fabric, label, flat, narrow, shard.bounds, self.ranks)
+
+    def grads(self) -> list[Tensor]:
+        """Return the gradients of this rank's shards."""
+        return [shard.param.grad for shard in self.shards if shard.param.grad is not None]
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for shard in self.shards:
+            shard.param.grad = None
+            for param in shard.group.params:
+                param.grad = None
+
+    @torch.no_grad()
+    def apply(self, factor: float) -> None:
+        """Update this rank's shards, and gather the weights of all ranks."""
+        super().apply(factor)
+        works = [
+            self.fabric.all_gather(f"weights of {shard.group.label}", shard.weights, shard.bounds, self.ranks)
+            for shard in self.shards
+        ]
+        for work in works:
+            work.wait()
+
+
+def make_update(fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> GradientUpdate:
+    """Return the update of a stage; on one rank there is nothing to shard.
+
+    Raises:
+        PlanError: the stage shards weights among several ranks.
+    """
+    if rule.stage == 3 and fabric.num_ranks > 1:
+        raise PlanError(
+            f"zero_optimization.stage=3 on {fabric.num_ranks} ranks frees weights between the layers of a forward, "
+            "which only a program does whose forward and backward are one call; write step = cp.parallelize(model, "
+            "optimizer, loss, **read_config(...).arguments), or use stage 2 here"
+        )
+    if rule.stage == 0 or fabric.num_ranks == 1:
+        return WholeUpdate(fabric, optimizer, rule, names)
+    return ShardedUpdate(fabric, optimizer, rule, names)
