@@ -150,6 +150,30 @@ def test_a_step_without_backward_is_an_error():
         engine.backward(torch.ones(3, requires_grad=True))
 
 
+def test_a_step_of_the_optimizer_itself_is_an_error():
+    engine = make_engine()
+    before = training.values(engine)
+    backward(engine)
+    with pytest.raises(cp.DataError, match=r"AdamW.step\(\) was called by the script, .* call step\(\) of the model"):
+        engine.optimizer.step()
+    assert training.values(engine) == before
+
+
+def test_a_checkpoint_of_another_model_or_tag_is_an_error(tmp_path):
+    engine = make_engine()
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert engine.save_checkpoint(tmp_path, tag="first")
+    with pytest.raises(cp.CheckpointError, match="does not fit the model, its optimizer or its schedule: one of both"):
+        make_engine(training.config_of(0, training.ADAMW, scheduler=training.CYCLE)).load_checkpoint(tmp_path)
+    with pytest.raises(cp.CheckpointError, match=r"second/model.state cannot be read"):
+        engine.load_checkpoint(tmp_path, "second")
+    with pytest.raises(cp.CheckpointError, match=r"tag='../first' is not a name of a folder"):
+        engine.save_checkpoint(tmp_path, tag="../first")
+    with pytest.raises(cp.CheckpointError, match=r"client_state.*function, which cannot be encoded"):
+        engine.save_checkpoint(tmp_path, client_state={"work": backward})
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "first")
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_are():
     engine = make_engine(training.config_of(0, training.ADAMW) | {"gradient_accumulation_steps": 1})
     before = training.values(engine)

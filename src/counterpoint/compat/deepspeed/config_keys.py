@@ -115,7 +115,7 @@ FP16_KEYS = (
     _becomes("fp16.loss_scale", "number", 0, "loss_scale; 0 for a dynamic one"),
     _becomes("fp16.initial_scale_power", "int", 16, "init_scale=2**power of cp.DynamicLossScale"),
     _becomes(
-        "fp16.loss_scale_window", "int", 1000, "growth_interval; DeepSpeed's scale grows one step later than here"
+        "fp16.loss_scale_window", "int", 1000, "growth_interval; recent versions of DeepSpeed grow one step later"
     ),
     _becomes("fp16.hysteresis", "int", 2, "hysteresis"),
     _becomes("fp16.consecutive_hysteresis", "bool", False, "consecutive_hysteresis"),

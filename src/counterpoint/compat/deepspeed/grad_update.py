@@ -121,6 +121,20 @@ class GradientUpdate(ABC):
     def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule) -> None:
         self.fabric, self.optimizer, self.rule = fabric, optimizer, rule
         self.ranks = tuple(range(fabric.num_ranks))
+        self.is_applying = False
+        optimizer.register_step_pre_hook(self._require_applying)
+
+    def _require_applying(self, optimizer: Optimizer, *_: object) -> None:
+        """Check that the optimizer steps with the gradients of all ranks.
+
+        Raises:
+            DataError: the script has called its ``step``.
+        """
+        if not self.is_applying:
+            raise DataError(
+                f"{type(optimizer).__name__}.step() was called by the script, which would update with gradients of "
+                "this rank alone; call step() of the model that initialize returned"
+            )
 
     @abstractmethod
     def end_backward(self) -> None:
@@ -143,7 +157,11 @@ class GradientUpdate(ABC):
         grads = self.grads()
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
-        self.optimizer.step()
+        self.is_applying = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.is_applying = False
         self.clear()
 
     def cast(self, flat: Tensor) -> Tensor | None:
