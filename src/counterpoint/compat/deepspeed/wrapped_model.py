@@ -120,7 +120,9 @@ class DeepSpeedModel(nn.Module):
             DataError: the loss is not a tensor without dims, or has no gradient.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+            what = f"is a {type(loss).__name__}"
+            if isinstance(loss, Tensor):
+                what = f"has the shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
             raise DataError(
                 f"backward() was called with a loss that {what}; it takes the mean loss of the microbatch, one number "
                 "that depends on the parameters"
