@@ -6,6 +6,8 @@ CLAIM  ?=
 SEEDS  ?= 0:100000
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 5)))
 PARALLEL := -n $(WORKERS) --dist worksteal  # one pytest process more than cores, since some tests wait
+ALONE := -n 2 --dist loadfile  # what measures time
+SERIAL = $$(grep -rl --include='test_*.py' 'mark\.serial' tests)  # collecting only these files saves half a minute
 DEADLINE := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true  # with all stacks, where pytest-timeout cannot act
 export PYTHONDONTWRITEBYTECODE :=  # the processes that tests start read what the first of them has compiled
 
@@ -32,9 +34,10 @@ house: $(READY)
 	$(BIN)/pytest tests/house
 test: $(READY)  ## every test except the long and the slow ones, those that need a GPU, and the rules that `make check` checks
 	$(BIN)/pytest $(PARALLEL) $(DEADLINE) --ignore tests/house -m "not long and not slow and not gpu and not serial"
-	$(BIN)/pytest -n 2 --dist loadfile $(DEADLINE) -m "serial and not slow and not gpu" $$(grep -rl --include='test_*.py' 'mark\.serial' tests)
+	$(BIN)/pytest $(ALONE) $(DEADLINE) -m "serial and not long and not slow and not gpu" $(SERIAL)
 test-long: $(READY)  ## jobs of several processes, and the tests of `make test` on more models, plans and seeds
 	$(BIN)/pytest $(PARALLEL) $(DEADLINE) -m "long and not slow and not gpu and not serial"
+	$(BIN)/pytest $(ALONE) $(DEADLINE) -m "serial and long and not slow and not gpu" $(SERIAL)
 test-all: $(READY)  ## every test, with new random plans
 	$(BIN)/pytest --hypothesis-profile=explore
 soak: $(READY)  ## 100,000 simulated parameter-server jobs on all cores (SEEDS=40000:100000 continues from there); 10 minutes of fuzzing

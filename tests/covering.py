@@ -42,14 +42,20 @@ def given_few_or_many(few, many, *strategies, **named_strategies):
     return decorate
 
 
+def matches(name, entry):
+    """Tell whether an entry of ``quick`` is the id of a case, or its beginning and three dots."""
+    return name.startswith(entry[:-3]) if entry.endswith("...") else name == entry
+
+
 def unmark_quick_cases(cases):
     """Take the mark ``long`` from those cases of a test that its argument ``quick`` lists; each of them must be there."""
     mark = cases[0].get_closest_marker("long") if cases else None
     if mark is None or "quick" not in mark.kwargs:
         return
-    by_id = {case.callspec.id: case for case in cases if hasattr(case, "callspec")}
-    if unknown := [name for name in mark.kwargs["quick"] if name not in by_id]:
+    names = [case.callspec.id for case in cases if hasattr(case, "callspec")]
+    if unknown := [entry for entry in mark.kwargs["quick"] if not any(matches(name, entry) for name in names)]:
         message = f"{cases[0].originalname} has no case {', '.join(unknown)}; long(quick=...) takes ids of its cases"
         raise pytest.Collector.CollectError(message)
-    for name in mark.kwargs["quick"]:
-        by_id[name].own_markers.remove(mark)
+    for case in cases:
+        if any(matches(case.callspec.id, entry) for entry in mark.kwargs["quick"]):
+            case.own_markers.remove(mark)

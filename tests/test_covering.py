@@ -1,5 +1,7 @@
 """Which cases of a test `make test` runs, and how many examples of a law."""
 
+import re
+
 import pytest
 from hypothesis import strategies as st
 
@@ -12,9 +14,16 @@ def test_cases_that_quick_lists_are_not_long(request, case):
     assert (request.node.get_closest_marker("long") is not None) == (case == "second")
 
 
-def test_a_quick_case_that_is_not_there_is_an_error(request):
-    request.node.add_marker(pytest.mark.long(quick=["renamed"]))
-    with pytest.raises(pytest.Collector.CollectError, match="has no case renamed; long"):
+@pytest.mark.long(quick=["fi...", "third"])
+@pytest.mark.parametrize("case", ["first", "fifth", "second", "third", "third..."])
+def test_a_beginning_with_three_dots_stands_for_all_cases_that_begin_so(request, case):
+    assert (request.node.get_closest_marker("long") is not None) == (case in {"second", "third..."})
+
+
+@pytest.mark.parametrize("name", ["renamed", "renamed..."], ids=["whole", "beginning"])
+def test_a_quick_case_that_is_not_there_is_an_error(request, name):
+    request.node.add_marker(pytest.mark.long(quick=[name]))
+    with pytest.raises(pytest.Collector.CollectError, match=f"has no case {re.escape(name)}; long"):
         unmark_quick_cases([request.node])
 
 

@@ -76,6 +76,7 @@ def test_a_kill_while_old_checkpoints_are_deleted_never_harms_the_new_one(tmp_pa
         assert all(not verify(folder).problems for folder in root.glob("step-????????"))
 
 
+@pytest.mark.long(quick=["30"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
 def test_an_error_from_the_disk_at_any_operation_is_named_and_keeps_the_old_state(tmp_path, code):
     total = len(operations(tmp_path))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import strategies as st
 
 from counterpoint.checkpoint import (
     Checkpoint,
@@ -25,6 +25,7 @@ from counterpoint.checkpoint import (
 from counterpoint.checkpoint.manifest import CheckpointManifest, _own_sha256, format_manifest, parse_manifest
 from counterpoint.errors import CheckpointError
 from tests.checkpoint.saved_states import holds_exactly, save_step
+from tests.covering import given_few_or_many
 
 SHARD = "shard-00000.safetensors"
 
@@ -234,7 +235,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text(), json_values, max_size=3))
+@given_few_or_many(10, 100, st.dictionaries(st.text(), json_values, max_size=3))
 def test_the_state_comes_back_as_it_was(tmp_path_factory, state):
     path = tmp_path_factory.getbasetemp() / "manifest.json"
     path.write_bytes(format_manifest(CheckpointManifest("counterpoint-checkpoint", 1, 3, {}, {}, state, ())))

@@ -181,7 +181,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.long(quick=["objects-state", "sparse lists-state", "digits-state", "a text-slices"])
+@pytest.mark.long(quick=["sparse lists-state", "digits-state"])
 @pytest.mark.parametrize("place", ["state", "slices"])
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_manifest_takes_at_most_four_times_its_size(name, place, tmp_path):
@@ -269,6 +269,7 @@ PARTS = {
 }
 
 
+@pytest.mark.long(quick=["a number of ranks for which there is no memory", "no object", "an endless device", "a pipe"])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_damaged_part_of_a_draft_is_told_and_not_recovered(name, tmp_path):
     draft = join_draft(tmp_path, 1, "ab")

@@ -113,6 +113,7 @@ def operations(tmp_path):
     return len(counter.log)
 
 
+@pytest.mark.long(quick=["power cut"])
 @pytest.mark.parametrize("end", ["kill", "power cut"])
 def test_whatever_operation_the_last_rank_stops_at_the_old_or_the_new_state_is_left_whole(tmp_path, end):
     seen = []

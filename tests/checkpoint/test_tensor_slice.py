@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -24,6 +24,7 @@ from counterpoint.checkpoint import (
 )
 from counterpoint.checkpoint.tensor_slice import DTYPES, torch_dtype
 from counterpoint.errors import CheckpointError
+from tests.covering import given_few_or_many
 
 
 def commit_pieces(root, *pieces_of_ranks):
@@ -55,8 +56,7 @@ def test_column_shards_load_as_any_flat_range(tmp_path):
             assert torch.equal(checkpoint.read_slice("w", start, stop), full.reshape(-1)[start:stop])
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+@given_few_or_many(10, 40, st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
 def test_flat_shards_load_as_the_whole_and_as_any_range(tmp_path_factory, shape, data):
     full = torch.arange(math.prod(shape)).reshape(shape)
     cuts = data.draw(st.lists(st.integers(0, full.numel()), max_size=4))

@@ -80,6 +80,7 @@ def test_what_torch_is_built_with_is_shown_with_what_costs_speed():
     assert rest[0].fix == "install a release build"
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.skipif(not NEEDED_FLAGS["AVX2"] <= processor_flags(), reason="the processor does not offer AVX2")
 def test_instructions_that_a_variable_withholds_from_torch_hurt():

@@ -48,6 +48,7 @@ def test_a_loop_of_ones_own_learns():
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.long
 def test_every_strategy_of_the_comparison_trains_what_one_rank_trains():
     assert max(example("strategies").main().values()) < 1e-12
 
@@ -68,7 +69,7 @@ def test_the_example_of_the_readme_comes_to_the_same_loss_in_every_start(capsys)
     assert shown[0] == shown[1] != ""
 
 
-@pytest.mark.long(quick=["counterpoint"])
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize(
     "launcher",
@@ -106,6 +107,7 @@ def test_a_script_of_horovod_runs_on_ranks():
     assert reached[0].endswith(" % of the held-out digits")
 
 
+@pytest.mark.long
 def test_a_script_of_kvstore_learns_the_digits(capsys):
     assert example("kvstore_digits").main(["--epochs", "1"]) > 0.8
     assert capsys.readouterr().out.startswith("dist_sync with 1 workers: ")

@@ -22,6 +22,7 @@ def test_a_dry_run_shows_the_batch_script_with_this_interpreter(tmp_path):
     assert lines[-1] == "# $ sbatch counterpoint.sbatch"
 
 
+@pytest.mark.long(quick=["words0-..."])
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -60,7 +60,7 @@ def test_help_answers_in_three_tenths_of_a_second():
     assert min(float(python(HOW_LONG).splitlines()[-1]) for _ in range(2)) < 0.3
 
 
-@pytest.mark.long(quick=["key", "parity"])
+@pytest.mark.long(quick=["key"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_in_the_list_exists_and_its_help_does_not_load_torch(name):
     assert "torch" not in python(LOADED, name, "--help").splitlines()[-1].split()

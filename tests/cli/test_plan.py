@@ -99,6 +99,7 @@ def test_an_unknown_job_is_refused_with_the_nearest_name():
     assert "did you mean digits?" in result.output
 
 
+@pytest.mark.long
 def test_it_says_which_plan_is_taken_and_why():
     *_, taken = plan("-n", "4", "--batch-size", "16", "--blocks", "4").output.splitlines()
     assert taken.startswith(
@@ -122,6 +123,7 @@ def test_memory_of_ranks_with_different_amounts_is_shown_from_least_to_most():
     assert " - " in next(row for row in rows_of(plan("-n", "2", "--blocks", "2")) if uneven[0]["plan"] in row)
 
 
+@pytest.mark.long
 def test_where_nothing_fits_it_says_by_how_much_and_what_would():
     result = plan("-n", "2", "--blocks", "4", "--memory", "0.02")
     assert result.exit_code == 0

@@ -26,6 +26,7 @@ def test_ranks_of_this_host_write_a_cluster_that_can_be_planned_with(tmp_path):
     assert run("plan", "-n", "2", "--blocks", "2", "--cluster", str(out)).exit_code == 0
 
 
+@pytest.mark.long
 def test_one_rank_is_measured_here_and_all_figures_are_json():
     actual = json.loads(run("probe", "-n", "1", "--json").output)
     assert (actual["num_ranks"], actual["links"]) == (1, [])

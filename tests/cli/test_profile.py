@@ -23,6 +23,7 @@ def test_the_table_has_a_row_for_every_layer(profile):
     assert [line.split()[0] for line in lines[3:9]] == ["0", "1", "3", "4", "8", "10"]
 
 
+@pytest.mark.long
 def test_profiles_are_cached_and_written_to_files(profile, tmp_path):
     first = profile("--samples", "4", "--out", str(tmp_path / "profile.json"))
     again = profile("--samples", "4", "--json")

@@ -65,6 +65,7 @@ def run(*words):
     return CliRunner().invoke(build_app(words), list(words))
 
 
+@pytest.mark.long
 def test_parity_of_a_project_compares_its_own_plan_and_the_usual_ones(project):
     shown = run("parity", "src/train.py", "--float64", "--", "--width", "8")
     assert (shown.exit_code, shown.stderr) == (0, "training with width 8\n")
@@ -166,6 +167,7 @@ def test_options_that_are_not_for_what_is_named_are_refused(project, words, mess
     assert (shown.exit_code, shown.stderr.startswith(f"PlanError: {message}")) == (1, True)
 
 
+@pytest.mark.long(quick=["profile --gradients-...", "show-..."])
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -190,7 +192,7 @@ def test_show_cuts_batches_whose_samples_do_not_lie_along_dim_0(recipe):
     assert (shown.exit_code, "rules 1 to 8 hold" in shown.stdout) == (0, True)
 
 
-@pytest.mark.long(quick=["own_loop.py"])
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("script", ["own_loop.py", "digits.py"])
 def test_an_example_trains_the_same_under_its_plan(script):

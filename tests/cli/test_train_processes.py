@@ -93,6 +93,7 @@ def test_a_killed_rank_ends_the_run_and_the_report_begins_with_its_name(tmp_path
     assert "ended early: " in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_ranks_with_130(tmp_path):
     with training(tmp_path) as (run, ranks):
         began_s = time.monotonic()
@@ -112,7 +113,6 @@ def test_a_reader_that_goes_away_ends_the_run(tmp_path):
     assert not any(map(is_alive, ranks.values()))
 
 
-@pytest.mark.long
 def test_an_error_on_all_ranks_is_reported_once(tmp_path):
     result = subprocess.run(words("--batch-size", 7), cwd=tmp_path, capture_output=True, text=True)
     first, second = result.stderr.splitlines()

@@ -19,6 +19,7 @@ def results_of(name):
     return [rank[name] for rank in once_on_ranks(run_all, 2, "counterpoint")]
 
 
+@pytest.mark.long
 def test_buckets_move_in_the_third_step_and_add_up_to_what_gloo_finds():
     theirs = on_ranks(moves_to_shared_memory, 2, "gloo")
     for (was_shared, total), (_, their_total) in zip(results_of("moves_to_shared_memory"), theirs, strict=True):

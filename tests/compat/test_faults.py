@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 BOTH = pytest.mark.parametrize("backend", ["counterpoint", OVER_GLOO])
 
 
+@pytest.mark.long(quick=["other_operation-...", "other_shape_of_a_future-..."])
 @BOTH
 @pytest.mark.parametrize(
     ("scenario", "mine", "theirs"),

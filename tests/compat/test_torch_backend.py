@@ -43,6 +43,7 @@ def python(code, *paths):
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=50).stdout.strip()
 
 
+@pytest.mark.long
 def test_importing_torch_is_enough_and_loads_nothing_heavy(installed):
     assert python(SEEN, SOURCE.parent, installed) == "True gloo []"
 

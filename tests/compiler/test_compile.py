@@ -99,6 +99,7 @@ def test_a_whole_block_has_no_partial_values(name):
     assert value_bytes(TensorRef(name, (0,), 0), linear_chain(1), 3) == 0
 
 
+@pytest.mark.long
 @given(legal_cases())
 def test_a_plan_knows_how_many_microbatches_its_program_has(case):
     model, plan, _ = case

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 
 from counterpoint.compiler.compile import bounds_from, compile as compile_plan, count_bytes
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.program.instruction import Collective, Forward
 from counterpoint.program.text import format_program, parse_program
 from counterpoint.program.verify.verifier import verify
+from tests.covering import given_few_or_many
 from tests.program.verify.random_plans import compile_text, legal_cases
 
 PASS = ("gather_outputs",)
@@ -30,8 +30,7 @@ def test_only_ranks_with_the_last_block_gather():
     ]
 
 
-@settings(max_examples=60)
-@given(legal_cases())
+@given_few_or_many(10, 60, legal_cases())
 def test_a_composition_that_gathers_outputs_keeps_every_rule_or_is_refused(case):
     model, plan, samples = case
     try:

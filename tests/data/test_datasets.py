@@ -104,6 +104,7 @@ def test_digits_are_normalized_and_split_once_and_for_all():
     assert Digits("held-out", dtype=torch.float64)[0][0].dtype == torch.float64
 
 
+@pytest.mark.long
 def test_digits_are_those_that_scikit_learn_loads_but_do_not_import_it(monkeypatch):
     """Importing it took each rank more time than its own start."""
     with monkeypatch.context() as without:

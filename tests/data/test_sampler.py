@@ -7,6 +7,7 @@ from hypothesis import example, given, strategies as st
 
 from counterpoint.data.sampler import Cursor, Sampler, permute, split_batch
 from counterpoint.errors import DataError
+from tests.covering import given_few_or_many
 
 SEEDS = st.integers(-(2**70), 2**70)
 EPOCHS = st.integers(0, 10**9)
@@ -16,7 +17,7 @@ def epoch_of(sampler, epoch):
     return np.concatenate([sampler.batch(epoch, index) for index in range(sampler.num_batches)])
 
 
-@given(num_samples=st.integers(1, 3000), seed=SEEDS, epoch=EPOCHS)
+@given_few_or_many(20, 100, num_samples=st.integers(1, 3000), seed=SEEDS, epoch=EPOCHS)
 @example(num_samples=1, seed=0, epoch=0)
 @example(num_samples=17, seed=0, epoch=0)
 def test_an_epoch_holds_every_sample_once(num_samples, seed, epoch):
@@ -30,7 +31,9 @@ def test_a_single_position_of_a_dataset_of_any_size_is_found_at_once(num_samples
     assert 0 <= permute(where, num_samples=num_samples, seed=seed, epoch=3)[0] < num_samples
 
 
-@given(num_samples=st.integers(1, 500), seed=SEEDS, sizes=st.tuples(st.integers(9, 70), st.integers(9, 70)))
+@given_few_or_many(
+    20, 100, num_samples=st.integers(1, 500), seed=SEEDS, sizes=st.tuples(st.integers(9, 70), st.integers(9, 70))
+)
 def test_the_order_does_not_depend_on_how_it_is_cut_into_batches(num_samples, seed, sizes):
     one, other = (epoch_of(Sampler(num_samples, size, seed), epoch=1) for size in sizes)
     assert one.tolist() == other.tolist()
@@ -46,7 +49,7 @@ def test_the_pieces_of_a_batch_joined_are_the_batch_on_any_number_of_ranks(batch
     assert sizes[0] - sizes[-1] <= 1
 
 
-@given(num_samples=st.integers(1, 30), batch_size=st.integers(1, 9), stop=st.integers(0, 12))
+@given_few_or_many(20, 100, num_samples=st.integers(1, 30), batch_size=st.integers(1, 9), stop=st.integers(0, 12))
 def test_a_run_resumed_from_a_saved_cursor_sees_what_the_uninterrupted_run_sees(num_samples, batch_size, stop):
     sampler = Sampler(num_samples, batch_size, seed=5)
 

@@ -23,6 +23,7 @@ def record(name, plan, numbers=(5, 6), **options):
     return recorded
 
 
+@pytest.mark.long(quick=["mlp-zero(2, level=1)"])
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -39,6 +40,7 @@ def test_every_step_launches_the_same_operators_with_the_same_shapes_and_numbers
     assert first == second
 
 
+@pytest.mark.long
 def test_numbers_of_random_draws_differ_between_steps():
     """The seed of a step is a number of the host, so that a graph with dropout would be compiled again."""
     first, second = record("gpt", "solo")

@@ -63,6 +63,7 @@ def assert_equal(actual, expected):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.long(quick=["stand_in-zero(2, level=1)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_nan_is_named_with_its_own_step_and_changes_no_bit(plan, device):
     step, model = make_step("mlp", plan, device)
@@ -82,6 +83,7 @@ def test_a_nan_is_named_with_its_own_step_and_changes_no_bit(plan, device):
         assert not math.isnan(step(*last))
 
 
+@pytest.mark.long(quick=["stand_in-close"])
 @pytest.mark.parametrize("end", ["export_weights", "full_optimizer_state", "close"])
 def test_the_error_of_the_last_step_is_raised_before_anything_is_read(end, device):
     step, model = make_step("mlp", "zero(2, level=3)", device)
@@ -95,6 +97,7 @@ def test_the_error_of_the_last_step_is_raised_before_anything_is_read(end, devic
     assert all(torch.equal(value.detach().cpu(), before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.long(quick=["stand_in-zero(2, level=3)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_skipped_step_is_as_on_the_cpu(plan, device):
     def train(device):
@@ -115,6 +118,7 @@ def test_a_skipped_step_is_as_on_the_cpu(plan, device):
         assert all(torch.allclose(value, other[name], rtol=1e-11, atol=1e-14) for name, value in one.items())
 
 
+@pytest.mark.long(quick=["stand_in-skip-zero(2, level=1)"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("nonfinite", ["error", "skip"])
 def test_a_dynamic_loss_scale_is_that_of_the_cpu(plan, nonfinite, device):
@@ -140,6 +144,7 @@ def test_a_dynamic_loss_scale_is_that_of_the_cpu(plan, nonfinite, device):
         assert all(torch.allclose(value, other[name], rtol=1e-11, atol=1e-14) for name, value in one.items())
 
 
+@pytest.mark.long(quick=["stand_in-data(2)"])
 @pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=3)"])
 def test_a_sum_that_overflows_in_a_narrower_dtype_is_found_as_on_the_cpu(plan, device):
     def train(device):
@@ -158,6 +163,7 @@ def test_a_sum_that_overflows_in_a_narrower_dtype_is_found_as_on_the_cpu(plan, d
         assert all(torch.allclose(value, other[name], rtol=1e-2, atol=1e-3) for name, value in one.items())
 
 
+@pytest.mark.long
 def test_too_many_skipped_steps_end_the_run_at_the_same_step_and_weights(device):
     def train(device):
         step, _ = make_step("mlp", "data(2)", device, nonfinite="skip")
@@ -201,6 +207,7 @@ def test_a_failure_of_the_next_step_does_not_hide_a_nan(device):
             step.export_weights()
 
 
+@pytest.mark.long
 def test_state_that_was_loaded_is_continued(device):
     def train(device):
         step, _ = make_step("mlp", "zero(2, level=1)", device)
@@ -245,6 +252,7 @@ def loss_of_parts(outputs, targets):
 SGD = partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
 
 
+@pytest.mark.long(quick=["stand_in-optimizer3-cross_entropy-options3"])
 @pytest.mark.parametrize(
     ("optimizer", "loss", "options"),
     [

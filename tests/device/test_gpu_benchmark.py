@@ -152,6 +152,7 @@ def crash_or_hang(case, device):
     return {"case": str(case), "outcome": "same", "device": device}
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_case_that_crashes_or_hangs_is_one_line_and_the_next_one_runs():
     worker = survey.CaseWorker(CONTEXT, crash_or_hang, "x")

@@ -35,15 +35,7 @@ def count_waits(name, plan, **options):
     return waits
 
 
-@pytest.mark.long(
-    quick=[
-        "-mlp-zero(2, level=3)",
-        "clip and skip-mlp-data(2) + overlap",
-        "clip and skip-mlp-pipeline(2) + recompute",
-        "loss scale-mlp-data(2) + overlap",
-        "precision-mlp-zero(2, level=3)",
-    ]
-)
+@pytest.mark.long(quick=["loss scale-mlp-data(2) + overlap"])
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -74,6 +66,7 @@ def test_a_step_does_not_wait_for_the_device(name, plan, options):
     assert not count_waits(name, plan, **options)
 
 
+@pytest.mark.long(quick=["mlp-data(2, compress=powersgd)-2", "embedding-data(2)-2", "mlp-server(2)-2"])
 @pytest.mark.parametrize(
     ("name", "plan", "num_waits"),
     [
@@ -110,6 +103,7 @@ class WaitsOfSteps(cp.Callback):
         self.losses.append(event.loss)
 
 
+@pytest.mark.long
 def test_a_fit_with_a_run_folder_does_not_wait_for_the_device(tmp_path):
     inputs, targets = (
         torch.cat(parts) for parts in zip(*itertools.islice(itertools.cycle(list(batches("mlp"))), 20), strict=True)

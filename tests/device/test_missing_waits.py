@@ -162,6 +162,7 @@ def is_wait(node):
     )
 
 
+@pytest.mark.long(quick=["Case(name='mlp', plan='data(2)'..."])
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_a_wait_that_is_left_out_is_found(case):
     found = {line: is_found for line, is_found in find_waits(case).items() if function_at(line) not in BY_CHANCE}

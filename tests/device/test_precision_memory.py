@@ -37,6 +37,7 @@ def bytes_per_parameter(plan, num_ranks, **options):
     return max(seen) / (num_ranks * WIDTH * WIDTH * LAYERS)
 
 
+@pytest.mark.long(quick=["bf16(reduce=bf16)-18"])
 @pytest.mark.parametrize(
     ("precision", "expected"),
     [

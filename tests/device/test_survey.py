@@ -62,6 +62,7 @@ def test_a_difference_is_found_and_nan_is_no_number():
     assert math.isnan(largest_difference((outcome[0], {}), outcome))
 
 
+@pytest.mark.long
 def test_what_the_cpu_refuses_is_refused_with_the_same_words():
     errors = []
     for device in ("cpu", StandInAccelerator()):

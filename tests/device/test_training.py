@@ -44,7 +44,7 @@ def fit(device, strategy, folder, epochs, optimizer=ADAMW, **options):
     return history.losses
 
 
-@pytest.mark.long(quick=["stand_in-data(2, staleness=1)-data(2, staleness=1)"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -63,6 +63,7 @@ def test_training_goes_on_from_a_checkpoint_with_every_state_on_the_device(tmp_p
     assert len(losses["cpu"]) == 4
 
 
+@pytest.mark.long
 def test_a_state_of_8_bits_is_kept_on_the_device_and_in_its_checkpoints(tmp_path, device):
     optimizer, losses = partial(AdamW8bit, lr=0.01, min_8bit_size=1), {}
     for name in ("cpu", device):

@@ -53,6 +53,7 @@ def test_downpour_equals_its_sequential_reference(n_push, n_fetch, alpha, behind
     assert max_relative_difference(workers.model(), expected) < 1e-12
 
 
+@pytest.mark.long(quick=["sums-found out-2", "rows-told-1"])
 @pytest.mark.parametrize("behind", [1, 2])
 @pytest.mark.parametrize("indices", [None, torch.clone], ids=["found out", "told"])
 @pytest.mark.parametrize("num_servers", [2, 1], ids=["rows", "sums"])
@@ -70,6 +71,7 @@ def test_rows_that_are_fetched_ahead_lack_the_pushes_before_as_weights_do(num_se
     assert max_relative_difference(workers.model(), expected) < 1e-12
 
 
+@pytest.mark.long(quick=["Ssp(staleness=0)"])
 @pytest.mark.parametrize("consistency", [Asp(), Ssp(0), Ssp(2), Bsp(3)], ids=str)
 def test_the_journal_says_what_became_of_the_weights(consistency):
     workers = InterleavedWorkers(

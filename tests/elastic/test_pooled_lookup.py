@@ -70,6 +70,7 @@ def test_a_push_of_sums_has_a_value_for_each_bag_and_rows_that_were_looked_up(as
     assert all(push.rows is not None and len(push.rows) > 8 for push in pushes)
 
 
+@pytest.mark.long(quick=["Ssp(staleness=1)-2", "Bsp(slices_per_step=1)-1"])
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("consistency", [Asp(), Ssp(1), Bsp(1)], ids=str)
 def test_sums_train_as_rows_do(consistency, minibatches, monkeypatch):

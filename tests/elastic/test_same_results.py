@@ -62,6 +62,7 @@ def goes(_moment):
     raise KeyboardInterrupt
 
 
+@pytest.mark.long(quick=["dense"])
 @pytest.mark.parametrize(
     ("build", "data"), [(mlp, make_numeric_data()), (embedding_bag_model, make_lookup_data())], ids=["dense", "table"]
 )
@@ -84,6 +85,7 @@ def test_a_slice_of_which_one_key_has_been_pushed_is_repeated_from_the_weights_o
     assert max_relative_difference(workers.model(), expected) < 1e-12
 
 
+@pytest.mark.long(quick=["4-2"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize("padding", [None, 4])
 def test_rows_on_servers_equal_a_whole_table(num_workers, padding):
@@ -115,6 +117,7 @@ def test_the_same_bits_come_out_for_any_number_of_workers():
     assert max_relative_difference(*result) == 0
 
 
+@pytest.mark.long
 def test_what_is_fetched_ahead_is_what_would_have_been_fetched():
     for consistency in (Bsp(2), Ssp(1), Asp()):
         result = []

@@ -27,6 +27,7 @@ def played_back(trained, recipe, run, num_workers):
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+@pytest.mark.long(quick=["asp(2)", "asp(2, servers=2)"])
 @pytest.mark.parametrize("strategy", ["asp(2)", "asp(2, servers=2)", "asp(3, servers=2)", "asp(4)"])
 def test_an_asynchronous_server_equals_its_journal_played_back(strategy):
     num_workers = int(strategy[4])

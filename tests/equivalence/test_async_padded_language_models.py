@@ -85,7 +85,7 @@ def require_equal_losses(losses, expected):
     assert losses == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.long(quick=["asp(2)-2-2-own_loss"])
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [causal_loss, own_loss])
 @pytest.mark.parametrize(
     ("strategy", "num_workers", "num_microbatches"), [("asp(2)", 2, 2), ("asp(4, servers=2)", 4, 1)]
@@ -100,6 +100,7 @@ def test_an_asynchronous_server_applies_each_workers_own_mean_over_tokens(
     require_equal(params, dict(model.named_parameters()))
 
 
+@pytest.mark.long(quick=["asp(2, pull_every=2)-options1"])
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [("ssp(2, staleness=1)", {"staleness": 1}), ("asp(2, pull_every=2)", {"pull_every": 2})],
@@ -113,6 +114,7 @@ def test_a_bounded_server_applies_each_workers_own_mean_over_tokens(strategy, op
     require_equal(params, dict(model.named_parameters()))
 
 
+@pytest.mark.long(quick=["2"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_an_elastic_average_is_of_workers_with_their_own_means_over_tokens(num_microbatches):
     params, _, units, journals, _ = train("easgd(2, alpha=0.25, tau=2)", SGD, num_microbatches=num_microbatches)
@@ -145,6 +147,7 @@ def count_tokens(labels):
     return int((labels[:, 1:] != -100).sum())
 
 
+@pytest.mark.long(quick=["data(2, staleness=1)"])
 @pytest.mark.parametrize("strategy", ["data(2, staleness=1)", "pipeline(2) * data(2, staleness=1)"])
 def test_a_late_gradient_is_that_of_the_mean_over_all_tokens(strategy):
     params, losses, *_ = train(strategy, SGD, num_microbatches=2)
@@ -154,7 +157,7 @@ def test_a_late_gradient_is_that_of_the_mean_over_all_tokens(strategy):
     require_equal_losses(losses, expected_losses)
 
 
-@pytest.mark.long(quick=["pipedream(2, vertical_sync=on)-<lambda>-1"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "read", "interval"),
     [

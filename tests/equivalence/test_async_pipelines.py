@@ -10,7 +10,7 @@ from tests.equivalence.async_pipeline_cases import ADAMW, MOMENTUM, SLOW, Case, 
 RULES = ["stashing", "vertical_sync", "double_buffer"]
 
 
-@pytest.mark.long(quick=["stashing-2 momentum", "vertical_sync-2 momentum"])
+@pytest.mark.long(quick=["stashing-2 momentum"])
 @pytest.mark.parametrize(("num_stages", "optimizer"), [(2, MOMENTUM), (4, ADAMW)], ids=["2 momentum", "4 adamw"])
 @pytest.mark.parametrize("rule", RULES)
 def test_every_stage_reads_the_versions_of_its_rule(rule, num_stages, optimizer):
@@ -47,11 +47,13 @@ def test_stages_with_any_replicas_read_the_versions_of_their_rule(rule, replicas
     assert max_error(Case(rule, replicas, (25,) * 30, per_body=12, optimizer=optimizer)) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["double_buffer"])
 @pytest.mark.parametrize("rule", RULES)
 def test_after_a_flush_the_first_batches_meet_the_newest_weights(rule):
     assert max_error(Case(rule, (1, 1, 1), (5,) * 12, optimizer=ADAMW, flushes=(1, 3, 8))) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["vertical_sync"])
 @pytest.mark.parametrize("rule", RULES)
 def test_batches_may_be_fewer_than_stages_and_leave_some_microbatches_empty(rule):
     """With two replicas in front, a batch of one sample is one microbatch of it and one of nothing."""

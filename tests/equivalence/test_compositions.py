@@ -67,7 +67,7 @@ def max_error(strategy, recipe, lengths=(12, 7, 3)):
     return max(parity.relative_difference(run.params[name], param) for name, param in expected.params.items())
 
 
-@pytest.mark.long(quick=["tensor(2) * gpipe(2, chunks_per_stage=2)"])
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", SLICED)
 def test_slices_inside_the_stages_of_every_order_train_the_same(strategy):
     assert max_error(strategy, TrainConfig(clip_norm=0.3)) <= parity.TOLERANCE

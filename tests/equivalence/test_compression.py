@@ -38,6 +38,7 @@ def test_a_lossy_sum_equals_its_workers_simulated_one_after_the_other(strategy):
     assert parameter_error(strategy) <= parity.TOLERANCE
 
 
+@pytest.mark.long(quick=["data(4, compress=topk:0.05)"])
 @pytest.mark.parametrize("strategy", ["data(4, compress=topk:0.05)", "data(4, reduce=adasum)"])
 def test_a_lossy_sum_is_not_taken_for_the_same_as_solo(strategy):
     assert parity.check_parity("mlp", strategy).params > 1e-3
@@ -52,6 +53,7 @@ def test_replicas_of_one_host_do_not_share_their_update_where_a_code_sums(text):
     assert share_params_per_host(plan, (0, 0, 0, 0)) == plan
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_two_processes_sum_in_codes_as_the_reference_does():
     rows = [

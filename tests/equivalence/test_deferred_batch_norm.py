@@ -117,22 +117,25 @@ def expected(build, *, num_micros=4):
     return {**state_of(model), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
-@pytest.mark.long(quick=["zero(2, level=2)", "pipeline(2, replicas=(2,1))"])
+@pytest.mark.long(quick=["pipeline(2, replicas=(2,1))"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_a_resnet_has_the_running_statistics_of_whole_batches(strategy):
     assert max_difference(trained(resnet, strategy), expected(resnet)) <= 1e-12
 
 
+@pytest.mark.long
 def test_so_has_one_that_was_traced():
     assert max_difference(trained(Traced, "pipeline(2) * data(2)"), expected(Traced)) <= 1e-12
 
 
+@pytest.mark.long(quick=["pipeline(2) * data(2)-frozen"])
 @pytest.mark.parametrize("build", [kinds, frozen])
 @pytest.mark.parametrize("strategy", ["solo", "pipeline(2) * data(2)"])
 def test_norms_of_any_kind_change_once_per_batch(strategy, build):
     assert max_difference(trained(build, strategy), expected(build)) <= 1e-12
 
 
+@pytest.mark.long(quick=["data(2)-microbatch"])
 @pytest.mark.parametrize("rule", ["deferred", "microbatch"])
 @pytest.mark.parametrize("strategy", ["solo", "data(2)"])
 def test_a_model_that_computes_blocks_again_in_the_backward_takes_nothing_in_twice(strategy, rule):
@@ -182,6 +185,7 @@ def test_a_step_that_fails_after_its_commit_leaves_the_statistics_unchanged():
         assert all(torch.equal(buffers[name], value) for name, value in before.items())
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["solo", "pipeline(2)", "data(2)"])
 def test_a_fit_of_several_epochs_has_them_too(strategy):
     data = TensorDataset(*map(torch.cat, zip(*batches()[:2], strict=True)))
@@ -262,6 +266,7 @@ def test_a_rule_that_is_none_is_refused():
         trained(resnet, "solo", batch_norm="later")
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_processes_have_them_too():
     result = run_forked(on_processes, ranks=2, threads_per_rank=1)

@@ -59,6 +59,7 @@ def train(kind, plan):
     return params_of(model)
 
 
+@pytest.mark.long(quick=["NoGrad-data(2)", "NoGrad-zero(2, level=3)", "NoGrad-pipeline(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", [Autocasts, NoGrad])
 def test_draws_are_those_of_one_device(kind, plan):

@@ -43,6 +43,7 @@ def train_easgd(strategy, optimizer, per_worker=1):
     return run, dict(center.named_parameters())
 
 
+@pytest.mark.long(quick=["easgd(3, tau=2, alpha=0.125)-optimizer1"])
 @pytest.mark.parametrize("optimizer", [SGD, NESTEROV])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_an_elastic_plan_equals_the_papers_loop(strategy, optimizer):

@@ -31,14 +31,7 @@ def solo(name, model):
     )
 
 
-@pytest.mark.long(
-    quick=[
-        "zero(2, level=1)-LARS",
-        "zero(2, level=2)-LAMB",
-        "pipeline(2) * data(2)-LARS",
-        "zero(2, level=1) + overlap-LARS",
-    ]
-)
+@pytest.mark.long(quick=["zero(2, level=1) + overlap-LARS", "pipeline(2) * data(2)-LARS"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("strategy", ["solo", *WHOLE])
 def test_a_rate_for_each_layer_is_the_same_under_every_plan(name, strategy):
@@ -50,6 +43,7 @@ def test_a_rate_for_each_layer_is_the_same_under_every_plan(name, strategy):
     assert parity.compare("mlp", strategy, run, reference.params, plain).worst <= parity.TOLERANCE
 
 
+@pytest.mark.long(quick=["LARS"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_convolution_is_one_parameter_wherever_its_shard_is(name):
     reference, plain = solo(name, "cnn")

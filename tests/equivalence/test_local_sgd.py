@@ -52,6 +52,7 @@ def off_local(strategy, num_batches, num_replicas, recipe, **rule):
     return max_error(strategy, num_batches, recipe, expected, losses)
 
 
+@pytest.mark.long(quick=["adamw-5", "momentum-1"])
 @pytest.mark.parametrize("num_batches", range(1, 6))
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
 def test_replicas_update_apart_and_meet_as_the_reference_does_after_every_step(num_batches, optimizer):
@@ -59,6 +60,7 @@ def test_replicas_update_apart_and_meet_as_the_reference_does_after_every_step(n
     assert off_local("data(2, sync_every=2)", num_batches, 2, recipe, every=2) <= parity.TOLERANCE
 
 
+@pytest.mark.long(quick=["2", "1"])
 @pytest.mark.parametrize("num_batches", range(1, 6))
 def test_gradients_are_summed_in_the_first_steps_of_post_local_sgd(num_batches):
     """And clipped by the norm of the sum, in later steps by each replica's own."""
@@ -67,6 +69,7 @@ def test_gradients_are_summed_in_the_first_steps_of_post_local_sgd(num_batches):
     assert off_by <= parity.TOLERANCE
 
 
+@pytest.mark.long(quick=["data(2, compress=topk:1) * data(2, sync_every=2)-2"])
 @pytest.mark.parametrize(
     ("strategy", "num_replicas"),
     [
@@ -81,6 +84,7 @@ def test_a_replica_may_be_a_plan_of_its_own(strategy, num_replicas):
     assert off_local(strategy, 5, num_replicas, TrainConfig(MOMENTUM, MICROS), every=2) <= parity.TOLERANCE
 
 
+@pytest.mark.long(quick=["momentum-4", "adamw-3"])
 @pytest.mark.parametrize("num_batches", range(1, 6))
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
 def test_double_buffering_applies_each_gradient_one_step_late(num_batches, optimizer):
@@ -93,6 +97,7 @@ def test_double_buffering_applies_each_gradient_one_step_late(num_batches, optim
     )
 
 
+@pytest.mark.long(quick=["pipeline(2) * data(2, staleness=1)"])
 @pytest.mark.parametrize(
     "strategy", ["data(4, staleness=1)", "pipeline(2) * data(2, staleness=1)", "tensor(2) * data(2, staleness=1)",
                  "data(2) * data(2, staleness=1)"]

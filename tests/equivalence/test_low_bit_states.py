@@ -69,6 +69,7 @@ def test_one_rank_trains_as_a_plain_loop(name):
     assert equal_bits(state, optimizer.state[one[0].weight])
 
 
+@pytest.mark.long(quick=["False-tree(2)-2-bf16", "True-zero(4, level=3)-1-8bit", "True-server(2)-2-8bit"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS)
 @pytest.mark.parametrize("share", [True, False])
@@ -79,6 +80,7 @@ def test_any_number_of_ranks_has_the_same_weights_and_the_same_state(plan, num_m
     assert equal_bits(state, solo(name)[1])
 
 
+@pytest.mark.long(quick=["bf16(rounding=stochastic)-zero(2, level=3)"])
 @pytest.mark.parametrize("plan", ["zero(2)", "zero(2, level=3)", "data(2)"])
 @pytest.mark.parametrize("precision", [None, "bf16(rounding=stochastic)"])
 def test_weights_in_bf16_have_the_same_bits_on_two_ranks(plan, precision):
@@ -114,6 +116,7 @@ def fit(plan, max_steps, name, folder=None, resume=None):
         return params_of(trainer.model)
 
 
+@pytest.mark.long(quick=["zero(4, level=3)-data(2)-bf16"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
     ("first", "second"), [("solo", "zero(4)"), ("zero(4, level=3)", "data(2)"), ("zero(2)", "solo")]
@@ -123,6 +126,7 @@ def test_a_run_continues_under_another_plan_with_the_same_bits(first, second, na
     assert equal_bits(fit(second, 6, name, tmp_path, tmp_path), fit("solo", 6, name))
 
 
+@pytest.mark.long(quick=["zero(2)-bf16"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("plan", ["zero(2)", "data(2)"])
 def test_a_state_that_is_loaded_between_steps_goes_to_the_ranks(plan, name):
@@ -139,6 +143,7 @@ def test_a_state_that_is_loaded_between_steps_goes_to_the_ranks(plan, name):
     assert equal_bits(params_of(one), weights)
 
 
+@pytest.mark.long(quick=["tensor(2)"])
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "tensor(2)", "pipeline(2) * zero(2, level=2)", "data(2)"])
 def test_bf16_is_elementwise_so_that_plans_may_slice_parameters(strategy):
     recipe = TrainConfig(MAKERS["bf16"])
@@ -147,6 +152,7 @@ def test_bf16_is_elementwise_so_that_plans_may_slice_parameters(strategy):
     assert max(parity.relative_difference(run.params[name], reference.params[name]) for name in run.params) <= 1e-12
 
 
+@pytest.mark.long(quick=["pipeline(2) * zero(2, level=2)", "zero(2) + overlap"])
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "pipeline(2) * zero(2, level=2)", "zero(2) + overlap"])
 def test_8_bits_equal_solo_where_parameters_stay_whole_or_are_cut_between_blocks(strategy):
     recipe = TrainConfig(partial(Adam8bit, lr=1e-2, min_8bit_size=512))

@@ -52,7 +52,7 @@ def plain(loss):
     return losses, {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-@pytest.mark.long(quick=["pipeline(2) * data(2)-2"])
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_the_loss_of_a_padded_batch_is_the_mean_over_its_tokens(plan, num_microbatches):
     expected_losses, expected = plain(causal_loss)
@@ -66,6 +66,7 @@ def test_the_loss_of_a_padded_batch_is_the_mean_over_its_tokens(plan, num_microb
     assert max(differences.values()) < 1e-12
 
 
+@pytest.mark.long(quick=["server(2, consistency=bsp)-None", "data(2)-None"])
 @pytest.mark.parametrize(
     ("plan", "num_microbatches"), [(plan, micros) for plan, micros in PLANS if "pipeline" not in plan and "zero3" not in plan],
     ids=str,
@@ -128,7 +129,7 @@ def require_plain(losses, model, loss):
     assert max(relative_difference(param.detach(), expected[name]) for name, param in model.named_parameters()) < 1e-12
 
 
-@pytest.mark.long(quick=["pipeline(2) * data(2)-2"])
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_a_trainer_takes_the_dicts_of_a_loader(plan, num_microbatches):
     model = build_float64()
@@ -138,7 +139,7 @@ def test_a_trainer_takes_the_dicts_of_a_loader(plan, num_microbatches):
         require_plain(trainer.fit(loader()).losses, model, causal_loss)
 
 
-@pytest.mark.long(quick=["pipeline(2)-4"])
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_a_step_takes_the_dicts_of_a_loader_with_the_loss_of_the_model(plan, num_microbatches):
     model = build_float64()

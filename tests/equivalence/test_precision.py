@@ -47,7 +47,7 @@ def trained(build, strategy, *, dtype=torch.float32, casts=False, num_steps=4):
     return params_of(model), losses
 
 
-@pytest.mark.long(quick=["pipeline(2)-chain", "zero_bubble(2)-Branches"])
+@pytest.mark.long(quick=["pipeline(2)-chain"])
 @pytest.mark.parametrize("build", [chain, Branches])
 @pytest.mark.parametrize("strategy", PLANS[:3])
 def test_a_pipeline_under_autocast_trains_as_solo_does_bit_for_bit(strategy, build):
@@ -57,6 +57,7 @@ def test_a_pipeline_under_autocast_trains_as_solo_does_bit_for_bit(strategy, bui
     assert max_difference(theirs[0], trained(build, "solo")[0]) > 1e-4
 
 
+@pytest.mark.long(quick=["pipeline(2) * zero(2, level=2)"])
 @pytest.mark.parametrize("strategy", PLANS[3:])
 def test_replicas_of_a_pipeline_under_autocast_differ_by_rounding_in_float32(strategy):
     mine, theirs = (trained(Branches, one, casts=True) for one in (strategy, "solo"))
@@ -80,6 +81,7 @@ def test_an_autocast_around_many_steps_computes_with_the_newest_weights(strategy
     assert expected[0] - expected[3] > 0.05
 
 
+@pytest.mark.long(quick=["interleaved(2)-Branches"])
 @pytest.mark.parametrize("build", [chain, Branches])
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "interleaved(2)"])
 def test_a_pipeline_of_a_model_in_bfloat16_trains_as_solo_does_bit_for_bit(strategy, build):

@@ -22,7 +22,7 @@ def one_device():
     return fit("solo", **OPTIONS)
 
 
-@pytest.mark.long(quick=[f"{plan}-2-recompute" for plan in PLANS])
+@pytest.mark.long(quick=["pipeline(2) * zero(2, level=3)-2-recompute"])
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)

@@ -69,7 +69,7 @@ def difference(make, *plan):
     return max(relative_difference(other[name], value) for name, value in alone.items())
 
 
-@pytest.mark.long(quick=["gpt2-row6", "cnn-row10", "cnn-row12", "cnn-row16"])
+@pytest.mark.long(quick=["cnn-row16", "cnn-row12"])
 @pytest.mark.parametrize(("make", "row"), each_value_once([gpt2, cnn], PLANS))
 def test_masks_depend_on_samples_only(make, row):
     assert difference(make, *row) <= 1e-12
@@ -147,7 +147,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@pytest.mark.long(quick=["rrelu", "alpha dropout", "feature alpha dropout", "dropout1d"])
+@pytest.mark.long(quick=["feature alpha dropout"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_that_draws_does_so_by_sample(name):
     def make():
@@ -195,6 +195,7 @@ class Pair(nn.Module):
         return self.last(x + self.drop(self.down(torch.tanh(self.up(x)))))
 
 
+@pytest.mark.long(quick=["tensor(2) * data(2)"])
 @pytest.mark.parametrize("plan", ["tensor(2)", "tensor(2) * data(2)"])
 def test_ranks_that_share_a_layer_draw_the_same(plan):
     def make():
@@ -245,6 +246,7 @@ def recomputed_error(output, targets):
     return checkpoint(noisy_error, output, targets, use_reentrant=False)
 
 
+@pytest.mark.long(quick=["solo-1", "data(2)-None"])
 @pytest.mark.parametrize(
     ("plan", "num_microbatches"), [("solo", 1), ("solo", 2), ("data(2)", None), ("zero3(2)", None)]
 )

@@ -27,17 +27,19 @@ PLANS = [
 ]
 
 
-@pytest.mark.long(quick=["pipeline(4, schedule=gpipe, recompute=except_last)", "pipeline(4, recompute=always)"])
+@pytest.mark.long(quick=["pipeline(4, recompute=always)"])
 @pytest.mark.parametrize("strategy", PLANS)
 def test_a_model_that_draws_and_shares_weights_trains_the_same(strategy):
     assert difference(trained(strategy)) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["tensor(2) + recompute"])
 @pytest.mark.parametrize("strategy", ["tensor(2) + recompute", "tensor(2) * pipeline(2, recompute=always)"])
 def test_sliced_layers_are_recomputed_without_their_sums(strategy):
     assert parity.check_parity("mlp", strategy).worst <= TOLERANCE
 
 
+@pytest.mark.long(quick=["except_last"])
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
 def test_running_statistics_do_not_change_when_a_block_is_computed_again(recompute):
     result = parity.check_parity("cnn", f"pipeline(2, schedule=gpipe, recompute={recompute})")
@@ -50,6 +52,13 @@ def test_a_traced_transformer_trains_the_same():
     assert parity.check_parity("gpt", "pipeline(2, recompute=except_last) * data(2)").worst <= TOLERANCE
 
 
+@pytest.mark.long(
+    quick=[
+        "except_last-stashing-replicas0",
+        "except_last-vertical_sync-replicas1",
+        "except_last-double_buffer-replicas2",
+    ]
+)
 @pytest.mark.parametrize(
     ("rule", "replicas"), [("stashing", (1, 1, 1)), ("vertical_sync", (2, 1)), ("double_buffer", (1, 1))]
 )

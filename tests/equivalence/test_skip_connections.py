@@ -40,7 +40,7 @@ AROUND = [
 ]
 
 
-@pytest.mark.long(quick=["pipeline(2)"])
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ORDERS)
 def test_every_order_trains_a_model_with_skips_the_same(strategy):
     assert difference(trained(strategy)) <= parity.TOLERANCE
@@ -97,7 +97,7 @@ STREAMS = [
 ]
 
 
-@pytest.mark.long(quick=["vertical_sync(1, 1, 1, 1)", "stashing(1, 2, 1)"])
+@pytest.mark.long(quick=["stashing(1, 2, 1)"])
 @pytest.mark.parametrize("case", STREAMS, ids=lambda case: f"{case.rule}{case.replicas}")
 def test_streams_train_models_with_skips_by_their_rules(case):
     assert async_pipeline_cases.max_error(case) <= parity.TOLERANCE

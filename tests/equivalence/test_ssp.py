@@ -51,6 +51,7 @@ def replay_journal(trained, recipe, run, num_workers, **options):
     return {name: param.detach() for name, param in model.named_parameters()}, oldest
 
 
+@pytest.mark.long(quick=["ssp(2, staleness=2)"])
 @pytest.mark.parametrize("strategy", SSP)
 def test_a_bounded_server_equals_its_journal_played_back_bit_for_bit(strategy):
     num_workers, server = int(strategy[4]), plan_for(strategy, int(strategy[4])).strategies[0]
@@ -70,6 +71,7 @@ def test_a_worker_that_pulls_rarely_continues_with_the_weights_that_it_has(strat
     assert oldest >= num_workers * (pull_every - 1)
 
 
+@pytest.mark.long(quick=["downpour(3, servers=2, n_fetch=2)-optimizer1-2"])
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "pull_every"),
     [

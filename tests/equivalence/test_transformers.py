@@ -22,7 +22,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.long(quick=["gpt2"])
+@pytest.mark.long
 @pytest.mark.timeout(180)  # five plans of each, traced one by one
 @pytest.mark.parametrize("name", transformer_models.KINDS)
 def test_a_model_of_transformers_trains_in_stages_as_it_does_alone(name):
@@ -43,6 +43,7 @@ def test_a_stage_may_begin_after_the_attention_of_every_layer(name, layer):
     assert set(map(layer.format, layers)) <= set(places)
 
 
+@pytest.mark.long
 def test_gpt_2_without_ties_trains_in_a_stream_by_the_rule_of_the_stream():
     mine, theirs = (transformer_models.build("gpt2", **transformer_models.KINDS["gpt2"].quiet) for _ in range(2))
     batches = [(inputs["input_ids"], targets) for inputs, targets in transformer_models.batches("gpt2")]

@@ -84,7 +84,7 @@ def test_replicas_around_stages_change_nothing(strategy):
     assert max_error(strategy, TrainConfig(clip_norm=0.3)) <= parity.TOLERANCE
 
 
-@pytest.mark.long(quick=["interleaved(3)"])
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["gpipe(4)", "interleaved(3)"])
 def test_fewer_microbatches_than_stages_change_nothing(strategy):
     assert max_error(strategy, TrainConfig(num_microbatches=2)) <= parity.TOLERANCE

@@ -19,7 +19,7 @@ RECIPES = {
 PACKAGES = {"lora": "peft", "sequence_classification": "datasets"}
 
 
-@pytest.mark.long(quick=["causal_lm"])
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_plan_trains_a_recipe_as_a_plain_loop_does(name, tmp_path):
@@ -31,6 +31,7 @@ def test_every_plan_trains_a_recipe_as_a_plain_loop_does(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_language_model_is_evaluated_saved_and_loaded_alike_under_two_plans(tmp_path):
     recipe, found = load_recipe("causal_lm"), {}
     for plan in ("solo", "data(2)"):

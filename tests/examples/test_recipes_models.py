@@ -30,7 +30,7 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.long(quick=["clip"])
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_trains_a_recipe_as_a_plain_loop_does(name):
@@ -48,7 +48,7 @@ def test_every_plan_draws_the_noise_of_one_rank(name):
     assert worst_difference(report) < 1e-10
 
 
-@pytest.mark.long(quick=["actor_critic-arguments1"])
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "arguments"), [("gan", ("--steps", "3")), ("actor_critic", ("--rounds", "3"))])
 def test_two_models_are_trained_as_in_a_plain_loop(name, arguments, double, monkeypatch):
     recipe = load_recipe(name)
@@ -59,6 +59,7 @@ def test_two_models_are_trained_as_in_a_plain_loop(name, arguments, double, monk
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 def test_the_images_are_learned_and_averaged_weights_are_the_same_under_two_plans():
     recipe = load_recipe("image_classification")
     found = {plan: recipe.main(["--strategy", plan, "--epochs", "1"]) for plan in ("solo", "data(2)")}

@@ -30,6 +30,7 @@ def all_reduce(fabric):
     return [whole.tolist() for whole in wholes]
 
 
+@pytest.mark.long(quick=["local"])
 def test_an_all_reduce_is_a_sum_in_32_bits_rounded_once(run_scenario):
     expected = [summed_once(length, dtype).tolist() for length in LENGTHS for dtype in NARROW]
     assert run_scenario(all_reduce, 3) == [expected] * 3
@@ -44,6 +45,7 @@ def reduce_scatter(fabric):
     return whole.tolist()
 
 
+@pytest.mark.long(quick=["local", "shm", "gloo"])
 def test_a_reduce_scatter_writes_the_own_range_only(run_scenario):
     total, results = summed_once(BOUNDS[-1], torch.bfloat16), run_scenario(reduce_scatter, 3)
     for rank, result in enumerate(results):

@@ -51,6 +51,7 @@ def in_sum(how, fabric):
 WAITS = {in_recv: "x1.0 with rank 0", in_any: "any message with rank 0", in_sum: "all_reduce sum of grad0 with rank 0"}
 
 
+@pytest.mark.long(quick=["shm-in_sum", "gloo-in_recv", "process_group-in_any"])
 @pytest.mark.serial
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
@@ -64,6 +65,7 @@ def test_a_late_peer_is_named_when_the_deadline_has_passed(processes, wait):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.long(quick=["gloo-in_sum"])
 @pytest.mark.parametrize("wait", [in_recv, in_sum])
 def test_a_dead_peer_is_noticed_and_named_at_once(local_processes, wait):
     dead, text = local_processes(partial(wait, "dies"), 2, timeout_s=10.0)
@@ -115,12 +117,14 @@ def cascade(fabric):
     return fabric.recv(fabric.rank + 1, "x")
 
 
+@pytest.mark.long(quick=["shm"])
 def test_the_first_error_reaches_ranks_that_wait_indirectly(processes):
     texts = processes(cascade, 3, timeout_s=10.0)
     assert texts[0].startswith("PeerError: rank 0 waited ")
     assert all("stopped because of rank 2: the loss is nan in step 7" in text for text in texts[:2])
 
 
+@pytest.mark.long(quick=["process_group"])
 def test_a_rank_that_never_arrives_is_named(processes):
     texts = processes(resources_of, 4, timeout_s=1.0, present=[0, 2])
     assert texts[1] is texts[3] is None
@@ -177,7 +181,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-@pytest.mark.long(quick=["gloo-gloo", "shm-auto"])
+@pytest.mark.long(quick=["shm-auto"])
 @pytest.mark.parametrize("transport", ["gloo", "auto"])
 def test_a_closed_fabric_leaves_no_thread_and_no_file(processes, transport):
     more = processes(partial(come_and_go, transport), 3)
@@ -194,6 +198,7 @@ def forgotten(fabric):
     return fabric.recv(0, "x")
 
 
+@pytest.mark.long(quick=["shm"])
 def test_a_process_can_end_with_a_collective_under_way(processes):
     began = time.monotonic()
     ended, text = processes(forgotten, 2, timeout_s=10.0)
@@ -219,6 +224,7 @@ def guests(store_port, fabric):
         inner.close()
 
 
+@pytest.mark.long(quick=["gloo"])
 def test_ranks_can_meet_at_their_launchers_store(processes):
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     assert processes(partial(guests, store.port), 2) == [[0, 1]] * 2
@@ -240,6 +246,7 @@ def twice(fabric):
     return texts
 
 
+@pytest.mark.long(quick=["process_group"])
 def test_a_rank_that_connects_twice_is_rejected(processes):
     late, second = processes(twice, 2)[1]
     assert "for rank 0 of 2" in late
@@ -253,6 +260,7 @@ def nobody(fabric):
     return str(failure.value), time.monotonic() - began
 
 
+@pytest.mark.long(quick=["process_group"])
 def test_an_address_without_a_listener_is_named(processes):
     """It took torch's store up to three times as long to see it."""
     text, seconds = processes(nobody, 2)[1]

@@ -10,6 +10,7 @@ from counterpoint.errors import PeerError
 from counterpoint.fabric import frames
 from counterpoint.fabric.frames import Frame, FrameHeader, FrameKind, decode, encode
 from counterpoint.rpc.tensor_codec import ALIGNMENT, DTYPE_CODES
+from tests.covering import given_few_or_many
 
 STAMP = FrameHeader(FrameKind.MESSAGE, job=7, generation=2, source=1, sequence=9, fingerprint=bytes(range(16)))
 stamps = st.builds(
@@ -30,7 +31,7 @@ def tensors(draw):
     return tensor.transpose(0, -1) if draw(st.booleans()) and shape else tensor
 
 
-@given(stamps, st.text(max_size=40), st.lists(tensors(), max_size=4))
+@given_few_or_many(20, 100, stamps, st.text(max_size=40), st.lists(tensors(), max_size=4))
 def test_what_is_written_is_read(stamp, label, written):
     frame = decode(encode(stamp, label, written))
     assert frame == Frame(stamp, label, frame.tensors)

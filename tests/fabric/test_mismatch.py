@@ -85,6 +85,9 @@ def differ(case, fabric):
     return None
 
 
+@pytest.mark.long(
+    quick=["local-one more", "local-verb", "local-kind", "local-reduction", "local-dtype", "process_group-root"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_all_members_get_one_error_and_keep_their_tensors(run_scenario, case):
     check_told(run_scenario, case)
@@ -121,6 +124,7 @@ def one_more(fabric):
     return fabric.all_reduce("b", torch.ones(1), PAIR).wait()
 
 
+@pytest.mark.long(quick=["gloo"])
 def test_a_collective_for_which_a_member_has_left_ends_at_once(processes):
     """In shared memory it lasted until the deadline, as long as the other process lived."""
     began = time.monotonic()
@@ -135,6 +139,7 @@ def third(fabric):
     return fabric.gather_values("loss" if fabric.rank < 2 else "norm", 1.0, (0, 1, 2))
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_the_two_that_are_named_are_those_that_differ(run_scenario):
     texts = run_scenario(third, 3)
     assert all("ranks 0 and 2 disagree" in text for text in texts)
@@ -147,6 +152,7 @@ def other_groups(fabric):
     fabric.all_reduce("a", torch.ones(1), (0, 1) if fabric.rank == 0 else (0, 1, 2)).wait()
 
 
+@pytest.mark.long(quick=["local"])
 def test_members_of_different_groups_name_whom_they_wait_for(run_scenario):
     texts = run_scenario(other_groups, 3, timeout_s=1.0)
     assert all(text.startswith("PeerError: ") for text in texts)
@@ -160,6 +166,7 @@ def wrong_message(fabric):
     return fabric.recv(0, "x1.0")
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_a_message_with_another_label_is_refused(run_scenario):
     sender, receiver = run_scenario(wrong_message, 2, timeout_s=3.0)
     message = "rank 1 expects x1.0 from rank 0, but its next message is x1.1; messages arrive in the order in which"

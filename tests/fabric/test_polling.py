@@ -1,5 +1,6 @@
 """Polling a collective, and the key-value store for notices between ranks."""
 
+import pytest
 import torch
 
 from counterpoint.errors import PeerError
@@ -35,6 +36,7 @@ def disagrees(fabric):
         return str(error).split(":")[0]
 
 
+@pytest.mark.long(quick=["gloo"])
 def test_a_collective_is_not_complete_before_all_have_started_it(processes):
     assert processes(asks, 2) == [[False, True, [2.0]], [True, [2.0]]]
 
@@ -46,6 +48,7 @@ def test_a_transport_that_cannot_poll_waits():
     assert on_local(waits, 2) == [True, True]
 
 
+@pytest.mark.long(quick=["shm", "process_group"])
 def test_polling_raises_a_mismatch(processes):
     assert processes(disagrees, 2) == ["ranks 0 and 1 disagree on collective 0 of their group"] * 2
 

@@ -59,6 +59,7 @@ def test_a_rank_with_the_key_reads_and_writes(store):
     )
 
 
+@pytest.mark.long
 def test_torchs_client_reads_and_writes_nothing(store):
     rank = client(store)
     rank.set("here", "1")
@@ -74,6 +75,7 @@ def test_a_rank_with_another_key_is_told_at_once(store):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.long(quick=["key0"])
 @pytest.mark.parametrize("key", [OTHER_KEY, None])
 def test_a_rank_with_another_key_is_named_to_those_that_wait_for_it(store, key):
     with pytest.raises(PeerError):
@@ -87,6 +89,7 @@ def test_a_rank_with_another_key_is_named_to_those_that_wait_for_it(store, key):
     )
 
 
+@pytest.mark.long(quick=["None-other0-but rank 0 has a job key and this rank has none"])
 @pytest.mark.parametrize(
     ("own", "other", "text"),
     [
@@ -284,6 +287,7 @@ def is_visited(fabric):
     return [answer, torch.equal(values, expected / 3 + expected / 4), fabric.abort_reason()]
 
 
+@pytest.mark.long(quick=["shm"])
 @pytest.mark.process
 @as_root
 def test_another_user_at_all_ports_of_a_job_changes_no_bit_of_it(local_processes):

@@ -27,6 +27,7 @@ def send_messages(fabric):
     return [t.dtype for t in tensors], [t.tolist() for t in tensors], list(empty.shape), scalar.item()
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_a_message_arrives_as_it_was_sent(run_scenario):
     dtypes, values, empty, scalar = run_scenario(send_messages, 2)[1]
     assert dtypes == DTYPES
@@ -43,6 +44,7 @@ def send_many_messages(fabric):
     return sum(fabric.recv(0, f"x{index}")[0].sum().item() for index in range(200))
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_two_hundred_messages_arrive_in_order(run_scenario):
     assert run_scenario(send_many_messages, 2)[1] == sum(7 * index * index for index in range(200))
 
@@ -55,6 +57,7 @@ def cross(fabric):
     return [fabric.recv(other, f"x{index}")[0].unique().tolist() for index in range(3)]
 
 
+@pytest.mark.long(quick=["local"])
 def test_large_messages_pass_both_ways_at_once(run_scenario):
     """In shared memory both ranks waited for room until the deadline."""
     assert run_scenario(cross, 2) == [[[1.0]] * 3, [[0.0]] * 3]
@@ -70,6 +73,7 @@ def round_about(fabric):
     return small == list(range(40)), fabric.recv(before, "large")[0].unique().item()
 
 
+@pytest.mark.long(quick=["local"])
 def test_large_messages_pass_in_a_circle_at_once(run_scenario):
     assert run_scenario(round_about, 3) == [(True, 2), (True, 0), (True, 1)]
 
@@ -98,12 +102,14 @@ def in_a_sum(fabric):
     return ones.tolist()
 
 
+@pytest.mark.long(quick=["on_local"])
 @pytest.mark.parametrize("run_scenario", ONE_HOST)
 def test_a_rank_that_waits_for_a_message_receives_those_of_others(run_scenario):
     """In shared memory all three waited until the deadline."""
     assert run_scenario(in_a_message, 3) == [0, 1, 2]
 
 
+@pytest.mark.long(quick=["on_local"])
 @pytest.mark.parametrize("run_scenario", ONE_HOST)
 def test_a_rank_that_waits_for_an_all_reduce_receives_messages(run_scenario):
     assert run_scenario(in_a_sum, 3) == [[2.0] * 3, [2.0] * 3, [1.0] * 3]
@@ -123,6 +129,7 @@ def serve(fabric):
     return seen
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_recv_any_receives_from_any_peer(run_scenario):
     assert run_scenario(serve, 3) == [{1: ("push1", 1), 2: ("push2", 2)}, 10, 20]
 
@@ -141,6 +148,7 @@ def pick(fabric):
     return [fabric.recv_any([1])[:2], fabric.recv(2, "early")[0].sum().item()]
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_messages_of_others_are_kept_for_later(run_scenario):
     assert run_scenario(pick, 3)[0] == [(1, "late"), 499500]
 
@@ -157,6 +165,7 @@ def sums(fabric):
     return [*result, parameter.tolist()]
 
 
+@pytest.mark.long(quick=["local"])
 def test_a_sum_is_the_same_everywhere(run_scenario):
     assert run_scenario(sums, 3) == [[[6]] * 6 + [[3.0, 3.0, 3.0]]] * 3
 
@@ -180,10 +189,12 @@ def reports(fabric):
     return rows.tolist()
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_a_few_numbers_of_each_reach_all_as_they_are(run_scenario):
     assert run_scenario(reports, 3) == [[[0.0, math.inf], [1 / 3, math.inf], [2 / 3, math.inf]]] * 3
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_shares_of_a_sum_join_to_the_whole(run_scenario):
     summed = [30.0, 33.0, 36.0, 39.0, 42.0, 45.0, 48.0]
     joined = [30.0, 33.0, 38.0, 41.0, 44.0, 47.0, 50.0]
@@ -198,6 +209,7 @@ def casts(fabric):
     return tensor.tolist(), column.tolist()
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_everybody_gets_the_value_of_the_root(run_scenario):
     assert run_scenario(casts, 3) == [([True, False, True], [1.0, 1.0])] * 3
 
@@ -209,6 +221,7 @@ def values(fabric):
     return short, [len(text) for text in long]
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_gathered_values_are_in_group_order(run_scenario):
     assert run_scenario(values, 3) == [([{"rank": rank, "shape": [1, 2]} for rank in TRIO], [0, 1000, 2000])] * 3
 
@@ -226,6 +239,7 @@ def groups(fabric):
     return {group: tensor.item() for group, tensor in tensors.items()}
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_starting_never_waits_for_another_member(run_scenario):
     assert run_scenario(groups, 3) == [
         {(0, 1): 1.0, (0, 2): 2.0},
@@ -247,6 +261,7 @@ def send_between_start_and_wait(fabric):
     return tensor.sum().item()
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_a_message_may_pass_between_a_start_and_its_wait(run_scenario):
     assert run_scenario(send_between_start_and_wait, 2) == [2000.0, 2000.0]
 
@@ -277,6 +292,7 @@ def verbs(fabric):
     return actual
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_all_four_reductions(run_scenario):
     expected = {"sum": (9.0, True, 9.0), "mean": (3.0, True, 3.0), "max": (6.0, True, 6.0), "min": (1.0, True, 1.0)}
     assert run_scenario(verbs, 3) == [expected] * 3
@@ -295,6 +311,7 @@ def nans(fabric):
     return wrong
 
 
+@pytest.mark.long(quick=["local"])
 def test_nan_wins_on_whichever_rank_it_is(run_scenario):
     """On gloo it lost where it was not on the first rank."""
     assert run_scenario(nans, 3) == [[]] * 3
@@ -312,6 +329,7 @@ def narrow(fabric):
     return actual
 
 
+@pytest.mark.long(quick=["local", "shm"])
 def test_16_bit_numbers_are_added_up_in_32_bits_and_rounded_once(run_scenario):
     assert run_scenario(narrow, 3) == [[2050.0, 2050.0, 40000.0, 40000.0]] * 3
 
@@ -327,5 +345,6 @@ def swap(fabric):
     return received.unique_consecutive(return_counts=True)[0].tolist(), len(received)
 
 
+@pytest.mark.long(quick=["local"])
 def test_everyone_gets_from_everyone_in_their_order(run_scenario):
     assert run_scenario(swap, 3) == [([0, 20], 70001), ([1, 11], 3), ([12, 22], 4)]

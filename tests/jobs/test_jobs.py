@@ -43,6 +43,7 @@ def test_a_seed_gives_the_same_model_and_leaves_the_random_numbers_alone():
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.long(quick=["digits"])
 @pytest.mark.parametrize("name", ["digits", "text"])
 def test_a_job_takes_a_step_and_is_measured_by_its_own_metric(name):
     job = find_job(name)
@@ -64,6 +65,7 @@ def test_the_lines_model_fits_the_lines():
     assert shapes == {"table.weight": (2**20, 32), "head.weight": (20, 32), "head.bias": (20,)}
 
 
+@pytest.mark.long
 def test_two_epochs_of_digits_are_learnt_beyond_the_bar_and_twice_the_same():
     job = find_job("digits")
     train, held_out = job.build_data()

@@ -118,6 +118,7 @@ def test_a_rate_that_is_none_is_refused_with_examples(rate):
         Lab(hosts=1, rate=rate)
 
 
+@pytest.mark.long
 def test_nothing_is_left_after_the_end(permitted):
     with Lab(hosts=2, rate="1gbit") as lab:
         lab.start("h0", ["setsid", "sleep", "1000"])

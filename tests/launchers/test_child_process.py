@@ -49,6 +49,7 @@ def test_what_a_process_has_started_is_killed_when_it_ends():
     assert not is_running(int(pid))
 
 
+@pytest.mark.long
 def test_a_process_that_ignores_sigterm_is_killed_with_what_it_started():
     process, pid = start(STARTS_ANOTHER + "while True: signal.pause()")
     other, _ = start("import signal; print(1, flush=True); signal.pause()")

@@ -24,6 +24,7 @@ def test_every_rank_returns_its_result_in_order():
     assert launch_quietly(ranks.add, 3, 10, 5) == [15, 16, 17]
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_tensors_go_there_and_back():
     import torch

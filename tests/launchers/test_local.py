@@ -76,6 +76,7 @@ def test_a_rank_killed_by_kill_9_ends_the_run_within_5_s_and_is_named_first(tmp_
     assert result.exit_code == 137
 
 
+@pytest.mark.long
 def test_a_rank_that_ignores_sigterm_is_gone_within_5_s_all_the_same(tmp_path):
     began = time.monotonic()
     path, alive = fifo(tmp_path)
@@ -165,6 +166,7 @@ open({str(path)!r}).read()
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.long(quick=["ctypes.PyDLL(None).pause()"])
 @pytest.mark.parametrize("wait", ["while True: pass", "ctypes.PyDLL(None).pause()"])
 def test_a_rank_that_hangs_is_the_cause_with_the_line_where_it_is(tmp_path, wait):
     path, _ = fifo(tmp_path)
@@ -184,6 +186,7 @@ open({str(path)!r}).read()
     assert (result.exit_code, result.failed_rank) == (1, 1)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_is_reported_and_is_the_cause(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("counterpoint.launchers.rank_activity.NOTICE_S", 0.0)
     path, _ = fifo(tmp_path)
@@ -212,17 +215,20 @@ def test_ranks_that_wait_for_others_see_that_one_has_ended(tmp_path):
     assert run(tmp_path, text + BLAME, 2)[0].report.startswith("rank 1 ended with exit code 0 (pid ")
 
 
+@pytest.mark.long
 def test_a_single_peer_error_also_ends_the_run(tmp_path):
     text = "if rank == 0:\n    raise ConnectionResetError('Connection reset by peer')\nsignal.pause()"
     result, _ = run(tmp_path, text, 2)
     assert result.report.startswith("rank 0 failed: ConnectionResetError: Connection reset by peer at ")
 
 
+@pytest.mark.long(quick=["os._exit(5)-5"])
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("sys.exit(0)", 0), ("os._exit(5)", 5)])
 def test_the_exit_code_of_a_rank_is_that_of_the_run(tmp_path, ending, code):
     assert run(tmp_path, ending, 2)[0].exit_code == code
 
 
+@pytest.mark.long(quick=["15-143"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_supervisor_ends_all_ranks_and_removes_its_files(tmp_path, number, code):
     path, alive = fifo(tmp_path)
@@ -400,6 +406,7 @@ signal.signal(signal.SIGUSR1, finish)
 """
 
 
+@pytest.mark.long(quick=["10-138"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)])
 def test_ranks_get_a_signal_once_and_may_finish_though_the_supervisor_gets_it_twice(tmp_path, number, code):
     path, alive = fifo(tmp_path)
@@ -418,6 +425,7 @@ def test_ranks_get_a_signal_once_and_may_finish_though_the_supervisor_gets_it_tw
     assert (process.returncode, errors) == (code, f"stopped by {number.name}; all 2 ranks have ended\n")
 
 
+@pytest.mark.long
 def test_a_rank_that_has_not_ended_after_the_grace_period_is_killed_and_the_report_says_so(tmp_path):
     path, alive = fifo(tmp_path)
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN) if rank else None\n" + alive + "while True: signal.pause()"
@@ -431,6 +439,7 @@ def test_a_rank_that_has_not_ended_after_the_grace_period_is_killed_and_the_repo
     ]
 
 
+@pytest.mark.long
 def test_ctrl_c_waits_for_the_grace_period_and_a_second_one_kills_at_once(tmp_path):
     """Ranks that wrote their report on a busy machine were killed after 2 s, and told to take a longer --grace."""
     path, alive = fifo(tmp_path)
@@ -462,6 +471,7 @@ raise StoppedBySignal("stopped by SIGTERM after step 3; saved a/step-00000003", 
     assert result.report == "stopped by SIGTERM after step 3; saved a/step-00000003; all 2 ranks have ended"
 
 
+@pytest.mark.long(quick=["2-130"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
 def test_a_rank_that_cannot_save_when_it_is_stopped_is_a_failure_and_the_first_line(tmp_path, number, code):
     """The report said that all had stopped, and the exit code that the run can be continued from its last step."""
@@ -487,6 +497,7 @@ raise CheckpointError("the run has ended at step 3 without its last checkpoint")
     assert len(failures) == (code == 1)
 
 
+@pytest.mark.long(quick=["10"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_a_signal_while_stopped_ranks_exit_changes_neither_the_exit_code_nor_the_report(tmp_path, number):
     """A scheduler that sent USR1 and then TERM to the ranks got exit code 1 if TERM came while Python was exiting."""

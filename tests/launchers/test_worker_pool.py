@@ -93,6 +93,7 @@ def test_wait_returns_a_complete_job_once_all_workers_have_left_it(tmp_path):
         assert Path(tmp_path, "worker-1.left").exists()
 
 
+@pytest.mark.long
 def test_a_worker_that_does_not_leave_a_complete_job_is_named(tmp_path):
     with WorkerPool(2, stay) as pool:
         pool.add_job(JobDemand(str(tmp_path)))

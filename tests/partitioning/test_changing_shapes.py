@@ -77,13 +77,14 @@ def sample(*shape):
 SHAPES = [(3, 4), (3, 5), (3, 7), (2, 3), (3, 8), (1, 6), (4, 1), (3, 4), (5, 2)]
 
 
-@pytest.mark.long(quick=["Length"])
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Layers, Positions, Branch, Loop, Length])
 def test_inputs_of_other_lengths_and_numbers_give_what_the_model_gives(kind):
     partitioned = TracedPartition(model := kind(), sample(3, 4))
     assert max(worst_of(partitioned, model, sample(*shape)) for shape in SHAPES) <= 1e-12
 
 
+@pytest.mark.long(quick=["Layers"])
 @pytest.mark.parametrize("kind", [Layers, Positions])
 def test_after_the_third_shape_nothing_is_traced_again(kind):
     partitioned = TracedPartition(model := kind(), sample(3, 4))
@@ -95,7 +96,7 @@ def test_after_the_third_shape_nothing_is_traced_again(kind):
     assert partitioned.num_traces == 3
 
 
-@pytest.mark.long(quick=["perceptron-blocks", "long_skip-pairs"])
+@pytest.mark.long(quick=["perceptron-blocks"])
 @pytest.mark.parametrize(("name", "prefer"), each_value_once([*ALL], ["blocks", "pairs"]))
 def test_one_trace_serves_every_number_of_samples(name, prefer):
     model, inputs = ALL[name]()
@@ -113,6 +114,7 @@ def test_lengths_that_a_forward_tells_apart_have_traces_of_their_own():
     assert partitioned.num_traces < 7
 
 
+@pytest.mark.long
 def test_many_traces_are_reported_once():
     partitioned = TracedPartition(model := Loop(), sample(2, 2))
     for length in range(3, 11):

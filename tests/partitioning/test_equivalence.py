@@ -11,14 +11,7 @@ from tests.partitioning.models import ALL, cnn, gpt, long_skip
 from tests.partitioning.segment_runs import in_segments, seed, worst_of
 
 
-@pytest.mark.long(
-    quick=[
-        "perceptron-blocks",
-        "long_skip-tensor_parallel",
-        "draws_in_forward-tensor_parallel",
-        "changes_in_place-blocks",
-    ]
-)
+@pytest.mark.long(quick=["perceptron-blocks", "long_skip-tensor_parallel"])
 @pytest.mark.parametrize(("name", "granularity"), each_value_once([*ALL], ["blocks", "tensor_parallel"]))
 def test_losses_gradients_and_buffers_equal_those_of_the_model(name, granularity):
     model, inputs = ALL[name]()

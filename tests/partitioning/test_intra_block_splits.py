@@ -53,6 +53,7 @@ def test_a_transformer_may_be_parted_between_attention_and_feed_forward():
     assert places(*gpt()) == ["pos", "blocks.0.norm2", "blocks.1.norm2", "head"]
 
 
+@pytest.mark.long
 def test_all_traces_have_the_same_places():
     model, inputs = gpt()
     partitioned = TracedPartition(model, inputs)

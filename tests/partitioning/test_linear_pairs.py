@@ -49,6 +49,7 @@ def test_a_pair_over_the_end_of_a_block_is_taken_only_where_pairs_go_first():
     assert list(splits(TracedPartition(model, inputs, prefer="pairs"))) == ["0..2"]
 
 
+@pytest.mark.long(quick=["perceptron-4", "fixed_heads-2", "gpt-2"])
 @pytest.mark.parametrize(
     ("make", "num_slices"), [(gpt, 2), (gpt, 4), (fixed_heads, 2), (perceptron, 4), (transposed, 4)]
 )

@@ -21,7 +21,7 @@ from tests.partitioning.models import ALL, Residual, fixed_heads, residual
 from tests.partitioning.segment_runs import clone_tensors, forward, seed, with_samples, worst_of
 
 
-@pytest.mark.long(quick=["perceptron-blocks", "long_skip-pairs", "changes_in_place-blocks"])
+@pytest.mark.long(quick=["long_skip-pairs"])
 @pytest.mark.parametrize(("name", "prefer"), each_value_once([*ALL], ["blocks", "pairs"]))
 def test_the_same_values_cross_every_split_for_another_number_of_samples(name, prefer):
     model, inputs = ALL[name]()
@@ -34,12 +34,14 @@ def test_the_same_values_cross_every_split_for_another_number_of_samples(name, p
     assert first == other
 
 
+@pytest.mark.long(quick=["9"])
 @pytest.mark.parametrize("samples", [1, 3, 9])
 def test_a_pair_that_a_block_ends_in_runs_for_another_number_of_samples(samples):
     model, inputs = residual()
     assert worst_of(TracedPartition(model, inputs), model, (torch.randn(samples, 8),)) <= 1e-12
 
 
+@pytest.mark.long(quick=["residual-blocks"])
 @pytest.mark.parametrize("prefer", ["blocks", "pairs"])
 @pytest.mark.parametrize("make", [residual, fixed_heads])
 def test_no_value_is_twice_between_two_blocks(make, prefer):
@@ -62,6 +64,7 @@ def test_choosing_where_to_split_leaves_the_trace_unchanged():
     assert str(traced.graph) == before
 
 
+@pytest.mark.long(quick=["data(2) + overlap"])
 @pytest.mark.parametrize("strategy", ["zero3(2)", "pipeline(2)", "data(2) + overlap"])
 def test_a_step_takes_batches_of_two_sizes(strategy):
     name, *passes = strategy.split(" + ")

@@ -27,6 +27,7 @@ def test_every_plan_fits_exactly_and_comes_once(num_ranks):
     assert max(len(plan.strategies) for plan in plans) <= MAX_STRATEGIES
 
 
+@pytest.mark.long(quick=["2"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_plan_compiles_for_a_model_with_tensor_parallelism(num_ranks):
     for plan in enumerate_plans(num_ranks, linear_chain(4, width=12)):

@@ -49,6 +49,7 @@ def test_pruning_changes_no_choice_and_pruned_plans_are_too_slow(name, cluster):
     assert all(seconds[plan] > PREDICTED_TOLERANCE * best_s for plan in near.ranking.pruned if plan in seconds)
 
 
+@pytest.mark.long(quick=["ladder-unlike", "transformer-slow"])
 @pytest.mark.parametrize(("name", "cluster"), each_value_once([*MODELS], [*CLUSTERS]))
 def test_the_lower_bound_never_exceeds_the_step(name, cluster):
     simulator = build_simulator(MODELS[name], CLUSTERS[cluster], 48)
@@ -69,6 +70,7 @@ def test_the_lower_bound_adds_the_traffic_of_the_ranks_of_a_host():
     assert 1.5 * each < together <= simulators[True].summary(apart).step_s
 
 
+@pytest.mark.long
 def test_plans_are_ranked_alike_in_whatever_order_they_are_asked_for():
     asked, plans = problem("layers", "cards"), listed("layers")
     there, back = (rank_and_choose(given, asked).ranking for given in (plans, plans[::-1]))
@@ -98,6 +100,7 @@ def test_of_two_rankings_only_plans_that_neither_simulated_are_pruned():
     assert merge_rankings(quick, rank_with_simulator([Plan()], simulator)).pruned == (Plan.parse("data(2)"),)
 
 
+@pytest.mark.long
 def test_time_that_is_attributed_later_is_attributed_equally():
     asked, plans = problem("tied", "hosts"), listed("tied")[:20]
     simulator = simulator_for_problem(asked)

@@ -16,6 +16,7 @@ def test_every_published_figure_agrees_or_has_a_reason(index):
     assert TABLES[index]().find_errors() == []
 
 
+@pytest.mark.long
 def test_the_page_says_what_the_code_does(golden):
     golden("../../docs/explanation/published.md", render_page())
 

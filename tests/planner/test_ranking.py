@@ -67,6 +67,7 @@ def test_work_without_traffic_prefers_data_to_pipelines():
     assert order.index("data(4)") < min(at for at, plan in enumerate(order) if plan.startswith("pipeline"))
 
 
+@pytest.mark.long
 def test_large_weights_and_small_activations_prefer_pipelines_to_data():
     wide = layers(4, width=1024, cost=2.0 * 1024**2)
     order = [str(one.plan) for one in ranked(enumerate_plans(4, wide), wide, batch_size=16).predictions]

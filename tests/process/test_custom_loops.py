@@ -44,6 +44,7 @@ def test_ranks_whose_batches_differ_in_content_do_not_train():
     assert first.startswith("DataError: the ranks were given different data: the content of the batch is digest ")
 
 
+@pytest.mark.long
 def test_ranks_that_shard_the_dataset_themselves_do_not_train():
     first, second = run_ranks(ranks.shard_the_dataset)
     assert first == second
@@ -66,6 +67,7 @@ def test_processes_train_on_any_data_as_one_process_does(kind):
         )
 
 
+@pytest.mark.long(quick=["seed-..."])
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -107,7 +109,7 @@ def test_a_script_that_trains_when_a_worker_imports_it_is_ended_with_the_remedy(
     assert any("LaunchError: this is loader worker 0, which imports the script of" in text for text in lines)
 
 
-@pytest.mark.long(quick=["zero3(2)"])
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["data(2)", "zero3(2)", "pipeline(2)"])
 def test_several_models_and_turns_are_trained_as_in_a_plain_loop(strategy):
     expected = train_adversaries(PlainStep, PlainStep)[0] + train_in_turns(PlainStep, PlainStep)[0]

@@ -73,6 +73,7 @@ def gone(pids):
     return not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_run_within_five_seconds_and_is_named(tmp_path):
     with running(tmp_path, "pipeline(2)", 2) as (process, pids):
         began = time.monotonic()

@@ -27,7 +27,7 @@ FORMULAS = {
 }
 
 
-@pytest.mark.long(quick=["2-shm"])
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_live_tensors_are_those_of_the_formula(num_ranks, transport):

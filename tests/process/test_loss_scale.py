@@ -30,7 +30,7 @@ def train(plan, loss_scale, clip_norm):
     return [losses, values]
 
 
-@pytest.mark.long(quick=["None-data(2)", "None-zero(2, level=3)"])
+@pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_a_scale_changes_no_bit(plan, clip_norm):
@@ -51,6 +51,7 @@ def overflow_on_one_rank(plan):
     return scales
 
 
+@pytest.mark.long(quick=["data(2)"])
 @pytest.mark.parametrize("plan", ["data(2)", "pipeline(2)"])
 def test_an_overflow_on_one_rank_halves_the_scale_of_all(plan):
     assert run_forked(overflow_on_one_rank, ranks=2, args=(plan,)) == [[2.0**16, 2.0**15, 2.0**15]] * 2

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.process
 PLANS = [("zero(2, level=3)", 1), ("zero(2, level=3)", 3)]
 
 
+@pytest.mark.long(quick=["shm"])
 @pytest.mark.parametrize("transport", ["shm", "gloo", "process_group"])
 def test_losses_are_those_of_one_device(transport):
     alone = train_with_passes(plan_of("solo", 1), (), None)

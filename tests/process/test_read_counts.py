@@ -25,6 +25,7 @@ def counts_by_rank():
     return run_forked(reading.count_reads, ranks=3, args=[list(READERS)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", READERS)
 def test_stages_in_the_middle_read_no_sample_and_the_ends_each_one_once(counts_by_rank, strategy):
     """All ranks look at the first and the last sample to see that they were given the same dataset."""

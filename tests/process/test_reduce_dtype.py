@@ -22,6 +22,7 @@ def train(plan, precision):
     return [losses, [value.double().flatten().tolist() for value in model.state_dict().values()]]
 
 
+@pytest.mark.long(quick=["fp32(reduce=fp16)-zero(2, level=3)", "fp32(reduce=bf16)-data(2)"])
 @pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=3)"])
 @pytest.mark.parametrize("precision", ["fp32(reduce=bf16)", "fp32(reduce=fp16)"])
 def test_processes_have_the_bits_of_ranks_in_one_process(plan, precision):

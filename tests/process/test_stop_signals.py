@@ -12,6 +12,7 @@ ROWS = [("data(2)", 2), ("zero(2, level=3)", 2), ("pipeline(2)", 4), ("server(1)
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "num_moments"), [(ROWS[:1], 1), *(pytest.param([row], 13, marks=SLOW) for row in ROWS)]
 )

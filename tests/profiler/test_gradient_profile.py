@@ -194,6 +194,7 @@ def test_a_model_without_gradients_is_refused():
         profile_gradients(nn.Linear(2, 1), (torch.ones(1, 2),) * 2, loss=lambda out, _: out.sum(), num_samples=1)
 
 
+@pytest.mark.long(quick=["zero3(2)", "data(2)"])
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)", "pipeline(2)"])
 def test_gradients_between_two_fits_are_counted_and_training_goes_on_as_without(strategy):
     dataset = TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))

@@ -64,6 +64,7 @@ def test_layers_add_up_to_the_time_of_one_call():
     assert (sum(taken), factor, taken) == (8.0, 2.0, [6.0, 2.0])
 
 
+@pytest.mark.long(quick=["layers-4"])
 @pytest.mark.parametrize(("model", "targets"), [(layers, 4), (Residual, 8)])
 def test_a_measured_model_is_as_before(model, targets):
     built = model()

@@ -34,6 +34,7 @@ from counterpoint.program.text import (
     parse_tensor_ref,
     parse_unit,
 )
+from tests.covering import given_few_or_many
 
 ranks = st.integers(0, 2000)
 groups = st.sets(ranks, min_size=1, max_size=6).map(lambda result: tuple(sorted(result)))
@@ -89,7 +90,7 @@ def test_every_instruction_is_formatted_without_spaces_and_parsed_back(instructi
     assert not set(" |") & set(text)
 
 
-@given(st.lists(steps, max_size=4) | st.lists(rows, max_size=4))
+@given_few_or_many(20, 100, st.lists(steps, max_size=4) | st.lists(rows, max_size=4))
 def test_every_program_reads_back_empty_rank_programs_and_async_pipelines_included(result):
     program = Program(tuple(result))
     assert parse_program(format_program(program)) == program

@@ -13,6 +13,15 @@ def finds(seeds):
     return any(simulate(seed).violations for seed in seeds)
 
 
+@pytest.mark.long(
+    quick=[
+        "goes_on_behind_a_torn_line",
+        "answers_before_the_backup_has_it",
+        "sends_before_it_writes",
+        "computes_a_slice_from_two_steps",
+        "keeps_entries_in_the_order_they_come",
+    ]
+)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_planted_bug_is_found(name, monkeypatch):
     mutant, seed = FOUND[name]

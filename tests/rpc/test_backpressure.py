@@ -169,6 +169,7 @@ def server_process(secret):
         started.kill()
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_server_that_is_killed_leaves_an_error_and_nothing_else(loop, server_process, secret):
     process, places = server_process

@@ -51,6 +51,7 @@ def test_frames_that_were_changed_on_their_way_change_nothing(way, count, turns)
     assert num_refused > 0.8 * count * turns
 
 
+@pytest.mark.long(quick=["keyed-1"])
 @turns
 @pytest.mark.parametrize("way", WAYS)
 def test_a_peer_with_the_key_that_sends_nonsense_is_refused_or_understood(way, turns):

@@ -37,7 +37,7 @@ def find_tensors():
     return {id(found): tuple(found.shape) for found in gc.get_objects() if issubclass(type(found), torch.Tensor)}
 
 
-@pytest.mark.long(quick=["solo", "data(2)", "zero(2, level=3)", "pipeline(2)", "tensor(2)"])
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_leaves_no_tensor_to_the_garbage_collector(plan):
     """The inputs and the gradients of every microbatch of a last stage were kept until the collector ran."""

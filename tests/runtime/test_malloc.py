@@ -75,7 +75,7 @@ def test_long_lived_memory_is_mapped_separately_and_settings_are_restored():
     assert values == RETURNED
 
 
-@pytest.mark.long(quick=["enabled"])
+@pytest.mark.long
 @GLIBC
 @pytest.mark.process
 @pytest.mark.parametrize("mode", ["enabled", "disabled"])

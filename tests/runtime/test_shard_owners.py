@@ -43,6 +43,9 @@ def test_the_owner_of_a_shard_also_updates_it(plan):
         assert len(owned) == len(find_shard_owners(local_ranks.run_spec))
 
 
+@pytest.mark.long(
+    quick=["pipeline(2) * zero(2, level=1)", "bsp(2, compress=int8)", "data(3)", "server(2, servers=2)", "solo"]
+)
 @pytest.mark.parametrize("plan", PLANS)
 def test_weights_gathered_from_the_ranks_are_the_models(plan):
     with build(plan) as local_ranks:

@@ -74,6 +74,7 @@ def test_the_random_numbers_of_an_element_do_not_depend_on_the_range(first, stop
     assert torch.equal(element_words(7, first, stop, CPU), whole[first:stop])
 
 
+@pytest.mark.long(quick=["False-zero(2, level=3)-2"])
 @pytest.mark.parametrize(
     ("plan", "num_microbatches"),
     [
@@ -115,6 +116,7 @@ def fit(plan, max_steps, folder=None, resume=None):
         return params_of(trainer.model)
 
 
+@pytest.mark.long(quick=["data(2)-zero(2, level=3)"])
 @pytest.mark.parametrize(("first", "second"), [("solo", "solo"), ("data(2)", "zero(2, level=3)"), ("zero(2)", "solo")])
 def test_a_run_that_continues_rounds_as_one_that_was_not_stopped(first, second, tmp_path):
     fit(first, 3, tmp_path)

@@ -139,6 +139,7 @@ GIGABYTES = {
 """By bytes of a weight and of its states: per rank, of 64, for 7.5e9 parameters; the first row is that of the paper."""
 
 
+@pytest.mark.long(quick=["2-12"])
 @pytest.mark.parametrize(("weight_bytes", "state_bytes"), GIGABYTES)
 def test_states_take_the_gigabytes_of_the_table_of_zero(weight_bytes, state_bytes):
     """Without the one block whose gradient or weights are whole, whose part halves with its size."""

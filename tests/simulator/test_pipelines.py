@@ -27,6 +27,7 @@ def test_one_f_one_b_takes_twice_stages_but_one_and_microbatches_ticks(n, m):
     assert trace.step_s == 2 * (m + n - 1)
 
 
+@pytest.mark.long(quick=["pipedream(4, vertical_sync=on)", "pipedream_2bw(4)"])
 @pytest.mark.parametrize("plan", ["pipedream(4)", "pipedream(4, vertical_sync=on)", "pipedream_2bw(4)"])
 def test_an_async_pipeline_has_no_bubble_in_the_steady_state(plan):
     compiled = compile_text(plan, m=8, blocks=4)
@@ -60,6 +61,7 @@ def test_chunks_make_the_bubble_as_many_times_smaller(n, m, v):
         assert trace.bubble == pytest.approx((n - 1) / (v * m + n - 1), abs=1e-12)
 
 
+@pytest.mark.long(quick=["4-6", "2-3", "2-5", "4-9"])
 @pytest.mark.parametrize(("n", "m"), [(2, 3), (2, 5), (4, 6), (4, 9), (4, 32), (8, 32)])
 def test_zero_bubble_is_idle_for_a_forward_of_each_stage_but_one_and_in_a_v_for_half_of_one(n, m):
     """1F1B idles (n-1)(F + Bi + Bw), ZB-H1 (n-1)(F + Bi - Bw): a third of it where all take equally long."""
@@ -72,6 +74,15 @@ def test_zero_bubble_is_idle_for_a_forward_of_each_stage_but_one_and_in_a_v_for_
         assert trace.bubble == pytest.approx((n - 1) / (ticks + n - 1), abs=1e-12)
 
 
+@pytest.mark.long(
+    quick=[
+        "zero_bubble(2, replicas=(2,1))-peaks6",
+        "gpipe(4)-peaks0",
+        "one_f_one_b(4)-peaks1",
+        "gpipe(4, chunks_per_stage=2)-peaks5",
+        "zero_bubble(4)-peaks2",
+    ]
+)
 @pytest.mark.parametrize(
     ("text", "peaks"),
     [

@@ -12,6 +12,7 @@ SAMPLES = 10_000
 """So many that weights are negligible compared with activations."""
 
 
+@pytest.mark.long(quick=["4-8", "2-2", "4-4"])
 @pytest.mark.parametrize(("n", "m"), [(2, 2), (4, 4), (4, 8), (8, 32)])
 def test_what_is_recomputed_first_is_done_before_its_gradient_arrives(n, m):
     """In ticks, forwards of 1 and backwards of 2: at most the last stage starts to recompute too late."""

@@ -18,6 +18,18 @@ PLANS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long(
+    quick=[
+        "easgd(3, alpha=0.5, tau=1)-('overlap',)-True",
+        "asp(3, compress=twobit)-()-False",
+        "data(2) * server(3, servers=2, consistency=asp)-()-False",
+        "ssp(3, staleness=0)-('overlap',)-True",
+        "gpipe(2) * zero2(2)-()-False",
+        "pipeline(2) * bsp(2)-('overlap',)-True",
+        "zero1(2) * data(3)-('overlap',)-True",
+        "zero3(2)-()-False",
+    ]
+)
 @pytest.mark.parametrize(("plan", "passes", "tied"), each_value_once(PLANS, [(), ("overlap",)], [False, True]), ids=str)
 def test_one_rank_of_each_class_gives_the_trace_of_all(plan, passes, tied):
     compiled = compile_text(plan, m=4, tied=tied, passes=passes)

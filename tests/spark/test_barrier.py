@@ -57,6 +57,7 @@ def run_and_parse(rank_spec, count):
     return parse_results(map(to_row, run_tasks(rank_spec, count)))
 
 
+@pytest.mark.long
 def test_ranks_know_their_number_and_share_a_secret_key():
     rank_spec = make_rank_spec(ranked.describe_rank, ["hi"], 2, 1)
     result = run_and_parse(rank_spec, 2)

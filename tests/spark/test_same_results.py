@@ -30,6 +30,7 @@ DATA = make_samples(23)
 TEN = SparkOptions(batch_size=7, epochs=3, max_steps=10)
 
 
+@pytest.mark.long(quick=["sizes0", "sizes1"])
 @pytest.mark.parametrize("sizes", [(), (11,), (5, 9), (0, 8, 8), (23, 0, 0), (1, 1, 1)])
 def test_any_partitions_end_where_solo_ends(sizes):
     expected, losses = train_single_process(DATA, TEN)
@@ -38,6 +39,7 @@ def test_any_partitions_end_where_solo_ends(sizes):
     assert result == pytest.approx(losses, rel=TOLERANCE)
 
 
+@pytest.mark.long(quick=["4"])
 @pytest.mark.parametrize("batch_size", [1, 4, 23, 100])
 def test_any_batch_size_ends_where_solo_ends(batch_size):
     options = replace(TEN, batch_size=batch_size, epochs=10, max_steps=5)
@@ -59,6 +61,7 @@ def test_microbatches_do_not_change_the_numbers():
     )
 
 
+@pytest.mark.long(quick=["RMSprop", "NAdam"])
 @pytest.mark.parametrize(
     "optimizer",
     [

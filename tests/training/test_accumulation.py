@@ -44,6 +44,7 @@ def train_accumulated(model, **options):
     return losses
 
 
+@pytest.mark.long(quick=["pipeline(2, schedule=gpipe) * data(2)", "server(2)", "zero(2, level=2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES, "data(4)", "pipeline(2, schedule=gpipe) * data(2)"])
 def test_accumulated_batches_train_as_one_batch_of_all_their_samples(strategy):
     expected, model = mlp(), mlp()
@@ -63,6 +64,7 @@ class TokenModel(nn.Module):
         return self.head(torch.tanh(self.embed(tokens))).transpose(1, 2)
 
 
+@pytest.mark.long(quick=["data(2)", "solo"])
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)"])
 def test_accumulated_batches_of_other_lengths_give_every_token_the_same_weight(strategy):
     random = make_generator()

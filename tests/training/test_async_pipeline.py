@@ -91,6 +91,7 @@ def test_fewer_batches_than_stages_are_trained_on():
     assert max(relative_difference(state[name], solo[name]) for name in solo) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["pipedream(2, replicas=(2,1))"])
 @pytest.mark.parametrize("strategy", ["pipedream(3, vertical_sync=on)", "pipedream(2, replicas=(2,1))"])
 def test_a_run_that_was_saved_continues_bit_for_bit(strategy, tmp_path):
     """Where it saves it flushes: the run that continues and the one that never stopped do so alike.
@@ -150,6 +151,7 @@ def test_every_stage_leaves_out_the_updates_of_a_batch_whose_loss_is_not_finite(
     assert max(relative_difference(result[name], value) for name, value in expected.items()) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["vertical_sync"])
 @pytest.mark.parametrize("rule", ["stashing", "vertical_sync", "double_buffer"])
 def test_sums_between_replicas_of_a_stage_may_be_started_and_awaited_but_none_begins_in_a_backward(rule):
     case = streamed.Case(rule, (2, 1), (6,) * 6, per_body=2)

@@ -13,6 +13,7 @@ ASP = ["asp(2)", "asp(2, servers=2)", "asp(4)", "data(2) * asp(2)"]
 SGD = partial(optim.SGD, lr=0.1)
 
 
+@pytest.mark.long(quick=["asp(4)"])
 @pytest.mark.parametrize("strategy", ASP)
 def test_a_run_repeats_itself_in_one_process(strategy):
     (mine, history), (again, repeated) = fit(strategy), fit(strategy)
@@ -65,6 +66,7 @@ def gradients_of(model, inputs, targets):
     return {name: param.grad for name, param in model.named_parameters()}
 
 
+@pytest.mark.long(quick=["asp(2, servers=2)"])
 @pytest.mark.parametrize("strategy", ASP[:2])
 def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     """A checkpoint is a moment at which all workers fetch the newest weights, so that both runs save at the same."""

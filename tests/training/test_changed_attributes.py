@@ -76,6 +76,7 @@ def drop(model):
     model.get_submodule("dropout").p = 0.5
 
 
+@pytest.mark.long(quick=["drop-dropout.p of-data(2)", "drop-dropout.p of-zero1(2)", "drop-dropout.p of-tensor(2)"])
 @pytest.mark.parametrize("plan", ["data(2)", "zero1(2)", "zero3(2)", "pipeline(2)", "tensor(2)"])
 @pytest.mark.parametrize(
     ("change", "text"), [(heat, "first.temperature of the model was changed from 1.0 to 2.0"), (drop, "dropout.p of")]
@@ -105,6 +106,7 @@ def add_hook(model):
     model.get_submodule("first").register_forward_hook(lambda module, inputs, output: output * 2)
 
 
+@pytest.mark.long(quick=["replace_tensor-...", "add_hook-..."])
 @pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "pipeline(2)"])
 @pytest.mark.parametrize(
     ("change", "text"),
@@ -139,6 +141,7 @@ def restored_values():
     Net.gain, SCALES["output"] = 1.0, 1.0
 
 
+@pytest.mark.long(quick=["set_global-..."])
 @pytest.mark.usefixtures("restored_values")
 @pytest.mark.parametrize(
     ("change", "seen", "unseen", "text"),

@@ -102,6 +102,17 @@ def train_plain(model, change):
     return state_of(model)
 
 
+@pytest.mark.long(
+    quick=[
+        "case7-data(2)",
+        "case0-solo",
+        "case36-solo",
+        "case57-zero3(2)",
+        "case64-pipeline(2)",
+        "case14-zero1(2)",
+        "case71-server(2)",
+    ]
+)
 @pytest.mark.filterwarnings("ignore:BatchNorm1d")
 @pytest.mark.parametrize(("case", "plan"), each_value_once(CHANGES, PLANS))
 def test_a_change_between_two_steps_is_that_of_a_plain_loop(case, plan):

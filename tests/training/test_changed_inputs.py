@@ -50,6 +50,7 @@ def train(batches, strategy, num_microbatches):
         return [step(x, y) for x, y in batches]
 
 
+@pytest.mark.long(quick=["zero2(2)-1-False-True", "solo-1-False-False", "data(2)-1-True-True"])
 @pytest.mark.parametrize("is_target", [False, True])
 @pytest.mark.parametrize("is_reused", [False, True])
 @pytest.mark.parametrize(("strategy", "num_microbatches"), WHOLE)

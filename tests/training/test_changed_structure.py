@@ -88,6 +88,15 @@ CHANGES = {
 }
 
 
+@pytest.mark.long(
+    quick=[
+        "buffer_added-data(2)",
+        "module_removed-solo",
+        "new_weight-pipeline(2)",
+        "buffer_removed-solo",
+        "parameter_added-solo",
+    ]
+)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_refused_and_the_trained_weights_are_exported(change, plan):
@@ -137,6 +146,7 @@ def build_layers():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+@pytest.mark.long(quick=["data(2)", "zero3(2)", "solo"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_model_that_is_converted_between_steps_is_refused_and_keeps_its_weights(plan):
     """Under zero3 the process crashed when it exported weights that were in memory of another dtype."""

@@ -28,14 +28,6 @@ from tests.training.trainers import state_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUM_STEPS = 4
 COUNTED = "segments(backend=counting)"
-QUICK = [
-    "gpt-solo",
-    "gpt-data(2)",
-    "gpt-zero(2, level=3)",
-    "gpt-pipeline(2)",
-    "gpt-tensor(2)",
-    "mlp-pipeline(2) + recompute",
-]
 
 
 @pytest.fixture(name="counter", autouse=True)
@@ -56,7 +48,7 @@ def has_pairs(model, plan):
     return "tensor" not in plan or model == "gpt"
 
 
-@pytest.mark.long(quick=QUICK)
+@pytest.mark.long(quick=["mlp-pipeline(2) + recompute"])
 @pytest.mark.parametrize(
     ("model", "plan"),
     [("mlp", plan) for plan in PLANS if has_pairs("mlp", plan)]
@@ -84,6 +76,7 @@ def run_steps(model, plan, data=None, loss=F.cross_entropy, **options):
         return [float(step(*batch)) for batch in data or islice(batches("mlp"), 3)]
 
 
+@pytest.mark.long(quick=["pipeline(2)-blocks-3-24"])
 @pytest.mark.parametrize(
     ("plan", "parts", "num_graphs", "calls_per_step"),
     [
@@ -107,6 +100,7 @@ def test_identical_blocks_share_a_graph_and_nothing_is_compiled_again(plan, part
     assert counts == [(num_graphs, calls_per_step * number) for number in (1, 2, 3)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
 def test_an_uneven_last_batch_is_a_second_graph(plan, counter):
     data = list(islice(batches("gpt"), 4))
@@ -137,6 +131,7 @@ def make_seeded(kind):
     return kind().double()
 
 
+@pytest.mark.long(quick=["data(2)-eager"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
 def test_checkpoints_recompute_with_the_masks_of_their_forward(plan, backend):
@@ -183,6 +178,7 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
+@pytest.mark.long(quick=["pipeline(2)-blocks(backend=counting)"])
 @pytest.mark.parametrize("compilation", [COUNTED, "blocks(backend=counting)"])
 @pytest.mark.parametrize("plan", ["solo", "pipeline(2)"])
 def test_modules_that_run_several_times_have_the_masks_of_each_call(plan, compilation):
@@ -192,7 +188,7 @@ def test_modules_that_run_several_times_have_the_masks_of_each_call(plan, compil
     assert largest_difference(([], state_of(actual)), ([], state_of(expected))) <= TOLERANCE
 
 
-@pytest.mark.long(quick=["gpt-pipeline(2)-bf16", "mlp-solo-bf16"])
+@pytest.mark.long(quick=["mlp-solo-bf16"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16(autocast=true)"])
 @pytest.mark.parametrize("plan", ["solo", "pipeline(2)", "zero(2, level=3)"])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
@@ -202,7 +198,7 @@ def test_graphs_compute_in_the_precision_of_the_plan(model, plan, precision, cou
     assert largest_difference(actual, train(model, plan, 2, precision=precision)) <= TOLERANCE
 
 
-@pytest.mark.long(quick=["solo", "pipeline(2)"])
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["solo", "zero(2, level=3)", "pipeline(2)", "pipeline(2) + recompute", "tensor(2)"])
 def test_graphs_with_backwards_of_their_own_train_the_same(plan):
     actual = train("gpt", plan, 3, compile="segments(backend=aot_eager)")

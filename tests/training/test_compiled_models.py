@@ -64,6 +64,7 @@ def train(model, plan="solo", **options):
         return [float(step(*batch)) for batch in islice(batches("gpt"), NUM_STEPS)]
 
 
+@pytest.mark.long(quick=["1-blocks", "1-wrapped"])
 @pytest.mark.parametrize("how", ["wrapped", "in place", "blocks"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_whole_model_stays_compiled(how, num_microbatches, backend):
@@ -113,6 +114,7 @@ class Block(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.long(quick=["data(2)-...", "solo-..."])
 @pytest.mark.parametrize("how", ["wrapped", "in place", "blocks"])
 @pytest.mark.parametrize(
     ("plan", "dropout", "text"),
@@ -135,11 +137,13 @@ def test_what_would_run_without_compilation_is_refused(how, plan, dropout, text,
     assert not backend.num_calls
 
 
+@pytest.mark.long
 def test_the_remedies_train(backend):
     assert train(make_gpt(0.2), "pipeline(2)", compile="segments(backend=eager)")
     assert train(compiled(make_gpt(0.0), "in place", backend))
 
 
+@pytest.mark.long(quick=["bf16(autocast=true)"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16(autocast=true)"])
 def test_a_wrapped_model_computes_in_a_precision(precision, backend):
     losses = train(compiled(make_gpt(), "wrapped", backend), precision=precision)

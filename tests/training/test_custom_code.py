@@ -30,6 +30,7 @@ def step_of(model, strategy, **options):
     return cp.parallelize(model, SGD, F.cross_entropy, strategy=strategy, **options)
 
 
+@pytest.mark.long(quick=["server(2)-register_post_accumulate_grad_hook", "tensor(2)-register_hook"])
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradient_hooks_are_refused_where_they_would_not_be_called(strategy, register):

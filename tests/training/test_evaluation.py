@@ -41,7 +41,7 @@ def by_hand(model, data):
     return {name: metric_value.mean for name, metric_value in metric_values.items()}
 
 
-@pytest.mark.long(quick=["data(2)-31", "zero(2, level=2)-24", "pipeline(2)-3"])
+@pytest.mark.long(quick=["zero(2, level=2)-24"])
 @pytest.mark.parametrize(("strategy", "num_samples"), each_value_once(ALL, [24, 31, 3]), ids=str)
 def test_every_strategy_measures_what_the_model_alone_would(strategy, num_samples):
     """The last batch of 24 samples is full, that of 31 uneven; 3 samples are fewer than microbatches."""
@@ -77,6 +77,7 @@ def test_the_loss_is_measured_where_nothing_else_is_said():
     assert result == pytest.approx({"loss": by_hand(mlp(), held_out)["loss"]}, rel=1e-12)
 
 
+@pytest.mark.long
 def test_a_model_can_be_measured_before_it_is_trained_and_is_not_changed():
     for strategy in ["solo", *STRATEGIES]:
         model = batch_norm_mlp()
@@ -141,6 +142,7 @@ class Measuring(cp.Callback):
         self.result.append(self.trainer.evaluate(dataset(24)))
 
 
+@pytest.mark.long(quick=["data(2)"])
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "pipeline(2)"])
 def test_measuring_in_a_callback_measures_the_newest_weights_and_keeps_them(strategy):
     listener = Measuring()
@@ -162,7 +164,7 @@ def deep():
     return build_seeded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Dropout(0.3), *mlp()))
 
 
-@pytest.mark.long(quick=["zero_bubble(3)", "pipedream(3)"])
+@pytest.mark.long(quick=["pipedream(3)"])
 @pytest.mark.parametrize("strategy", [*DEEPER, *ENDLESS])
 def test_every_order_measures_what_the_model_alone_would_as_often_unchanged_asked(strategy):
     """An async pipeline flushes for it."""

@@ -62,6 +62,7 @@ def test_a_failed_step_is_skipped(strategy, failure):
     assert off(strategy, *failure) <= 1e-12
 
 
+@pytest.mark.long
 def test_a_gradient_that_was_set_aside_is_applied_once_whatever_became_of_the_step_between():
     assert off("data(2, staleness=1)", "raises", ValueError, 2) <= 1e-12
 
@@ -106,6 +107,7 @@ def looped(model, strategy):
             step(*batch)
 
 
+@pytest.mark.long(quick=["pipedream(2)"])
 @pytest.mark.parametrize("strategy", ["pipeline(2)", STREAM])
 def test_after_an_error_the_model_has_what_was_learned_before(strategy):
     model = mlp()

@@ -81,6 +81,7 @@ def refused(error, model, strategy="data(2)", **options):
     return str(caught.value)
 
 
+@pytest.mark.long(quick=["options11-..."])
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -200,6 +201,7 @@ def test_the_new_names_of_options_exist():
     assert new <= known
 
 
+@pytest.mark.long(quick=["model0-..."])
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -211,7 +213,7 @@ def test_a_model_with_nothing_to_train_is_refused(model, text):
     assert refused(cp.PlanError, model).startswith(f"{text} train; pass a model with parameters that require")
 
 
-@pytest.mark.long(quick=["data(2)", "zero(2, level=2)", "pipeline(2)", "server(2)"])
+@pytest.mark.long(quick=["zero(2, level=2)"])
 @pytest.mark.parametrize("strategy", [name for name in FAMILIES if name != "tensor(2)"])
 def test_unused_parameters_are_named_under_every_strategy(strategy):
     text = refused(cp.DataError, build_seeded(Forgetful), strategy=strategy)
@@ -235,7 +237,7 @@ def broken_at(step):
     return TensorDataset(inputs, targets)
 
 
-@pytest.mark.long(quick=["data(2)", "pipeline(2)", "server(2, consistency=asp)"])
+@pytest.mark.long(quick=["server(2, consistency=asp)"])
 @pytest.mark.parametrize("strategy", FAMILIES)
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(strategy):
     model = mlp()
@@ -270,6 +272,7 @@ def exploding(outputs, _):
     return torch.sqrt(outputs - outputs.detach()).mean()
 
 
+@pytest.mark.long(quick=["zero(2, level=3)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_a_gradient_that_is_not_finite_is_named(strategy):
     text = refused(cp.DataError, mlp(), strategy=strategy, loss=exploding)
@@ -280,6 +283,7 @@ def test_a_gradient_that_is_not_finite_is_named(strategy):
     )
 
 
+@pytest.mark.long(quick=["loss0-has the shape \\\\(3,\\\\)"])
 @pytest.mark.parametrize(
     ("loss", "what"),
     [
@@ -301,6 +305,7 @@ class Bag(nn.Module):
         return self.head(self.table(tokens))
 
 
+@pytest.mark.long(quick=["zero(2, level=2)", "server(2)"])
 @pytest.mark.parametrize("strategy", ["data(2)", "zero(2, level=2)", "pipeline(2)", "server(2)"])
 def test_sparse_gradients_train_under_every_plan(strategy):
     tokens = TensorDataset(torch.randint(0, 10, (24, 4), generator=make_generator()), dataset(24).tensors[1])
@@ -309,6 +314,7 @@ def test_sparse_gradients_train_under_every_plan(strategy):
     assert max_difference(mine, alone) <= 1e-12
 
 
+@pytest.mark.long(quick=["tensor(2)"])
 @pytest.mark.parametrize("strategy", ["pipeline(2)", "tensor(2)"])
 def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_split(strategy):
     with warnings.catch_warnings():

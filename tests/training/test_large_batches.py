@@ -15,6 +15,7 @@ RECIPE = partial(
 MAKERS = {"lars": partial(cp.LARS, lr=0.5, trust_coefficient=0.02), "lamb": partial(cp.LAMB, lr=1e-2)}
 
 
+@pytest.mark.long(quick=["data(2)", "solo", "zero(2, level=3)"])
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "data(4)", "zero(2, level=3)"])
 def test_the_learning_rate_of_a_step_does_not_depend_on_the_number_of_ranks(strategy):
     _, history = fit(strategy, epochs=2, lr_scheduler=RECIPE, optimizer=partial(optim.SGD, lr=0.1))
@@ -37,6 +38,7 @@ def test_a_schedule_for_another_batch_is_refused_before_the_first_step(changes, 
         fit("data(2)", lr_scheduler=partial(RECIPE, **changes))
 
 
+@pytest.mark.long(quick=["lamb"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_run_with_a_rate_for_each_layer_continues_under_another_plan(name, tmp_path):
     settings = {"optimizer": MAKERS[name], "lr_scheduler": RECIPE, "epochs": 2}

@@ -96,6 +96,7 @@ def test_the_parameters_of_a_loss_are_trained_under_every_plan(plan, num_microba
     assert_same(train(plan, num_microbatches), train_plain())
 
 
+@pytest.mark.long(quick=["pipeline(2)-partial", "solo-method", "solo-module", "data(2)-module", "solo-partial"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
 def test_the_module_of_a_loss_is_found(plan, form):
@@ -107,6 +108,7 @@ def test_the_norm_that_is_clipped_is_that_of_the_loss_and_the_model(plan):
     assert_same(train(plan, 2, clip_norm=0.05), train_plain(0.05))
 
 
+@pytest.mark.long(quick=["plan0", "plan3", "plan1"])
 @pytest.mark.parametrize(
     "plan", [("solo", 3), ("data(2)", 3), ("zero3(2)", 2), ("gpipe(2)", 3), ("gpipe(2) * data(2)", 2)]
 )

@@ -146,6 +146,7 @@ class Shown(Callback):
         self.parts = dict(event.loss_parts)
 
 
+@pytest.mark.long(quick=["data(2)"])
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
 def test_parts_are_in_the_history_and_in_evaluations_and_in_the_run_folder(plan, tmp_path, capsys):
     shown, model, (inputs, targets) = Shown(), Named(), next(batches(1))

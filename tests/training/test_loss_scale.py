@@ -35,8 +35,7 @@ def find_differences(actual, expected):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.long(quick=["None-data(2)", "0.05-zero(2, level=3)", "0.05-pipeline(2)", "None-data(2, compress=twobit)",
-                         "0.05-data(2, staleness=1)", "0.05-server(2, consistency=asp)"])  # fmt: skip
+@pytest.mark.long(quick=["0.05-data(2, staleness=1)", "None-data(2, compress=twobit)"])
 @pytest.mark.parametrize("plan", [*PLANS, *SYSTEMS])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_a_scale_that_is_a_power_of_two_changes_no_bit(plan, clip_norm):
@@ -233,6 +232,7 @@ def test_a_model_whose_gradients_underflow_in_fp16_trains_with_scaling_and_fails
     assert fp16_loss_after("dynamic") < 0.1
 
 
+@pytest.mark.long(quick=["data(2)-zero3(3)"])
 @pytest.mark.parametrize(("first", "second"), [("data(2)", "zero3(3)"), ("pipeline(2)", "solo")])
 def test_a_run_continues_with_the_scale_of_its_checkpoint_on_another_number_of_ranks(first, second, tmp_path):
     rule = cp.DynamicLossScale(init_scale=1024.0, growth_interval=3)

@@ -134,6 +134,15 @@ def test_a_state_is_refused_where_ranks_of_one_process_share_the_loss(options):
         train(MovingCentre(), "tensor(2)", 1, **options)
 
 
+@pytest.mark.long(
+    quick=[
+        "pipeline(2)-1-options0-object_in_closure",
+        "solo-2-options1-Warmup",
+        "solo-2-options1-closure",
+        "solo-2-options1-counting_closure",
+        "solo-2-options1-MovingCentre",
+    ]
+)
 @pytest.mark.parametrize("make", STATES)
 @pytest.mark.parametrize(
     ("strategy", "num_microbatches", "options"), [("pipeline(2)", 1, {}), ("solo", 2, {"loss_reduction": "batch"})]

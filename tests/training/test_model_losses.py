@@ -99,6 +99,7 @@ def test_a_mean_that_adds_up_is_trained_exactly(plan, num_microbatches, how):
     assert max_difference(actual[1], expected[1]) < 1e-12
 
 
+@pytest.mark.long(quick=["data(4)-2", "data(2)-None", "solo-4"])
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_a_mean_by_a_mask_is_refused_with_numbers(plan, num_microbatches):
     message = (

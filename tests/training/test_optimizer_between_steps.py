@@ -106,7 +106,7 @@ def test_the_state_of_an_optimizer_that_needs_whole_tensors_is_that_of_a_plain_l
     compare(plan, lambda model: optim.Adafactor(model.parameters(), lr=0.01), num=3)
 
 
-@pytest.mark.long(quick=["AdamW-server(2, consistency=bsp)", "SGD-data(2)", "Adagrad-zero1(2)", "Adagrad-tensor(2)"])
+@pytest.mark.long(quick=["AdamW-server(2, consistency=bsp)", "Adagrad-zero1(2)"])
 @pytest.mark.parametrize(("name", "plan"), each_value_once(["AdamW", "SGD", "Adagrad"], PLANS))
 def test_a_run_may_begin_and_end_in_plain_torch(name, plan):
     """Two steps of a plain loop, two under the plan, and two of a plain loop are six of a plain loop."""
@@ -175,7 +175,7 @@ def test_state_that_is_on_ranks_of_other_processes_is_gathered_by_all_of_them():
             assert all(torch.equal(states[name][key], value) for key, value in state.items())
 
 
-@pytest.mark.long(quick=["data(2)", "zero1(2)", "pipeline(2)", "tensor(2)"])
+@pytest.mark.long(quick=["zero1(2)", "tensor(2)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_state_that_is_loaded_between_two_steps_is_used(plan):
     model = net()
@@ -206,7 +206,7 @@ def test_frozen_parameters_may_be_in_the_optimizer(plan):
     compare(plan, lambda model: ADAMW(model.parameters()), prepare=freeze, num=3)
 
 
-@pytest.mark.long(quick=["data(2)", "tensor(2)"])
+@pytest.mark.long(quick=["data(2)"])
 @pytest.mark.parametrize("plan", KEEPS_GROUPS)
 def test_parameters_may_be_frozen_and_thawed_between_steps(plan):
     def toggle(number, model, _):
@@ -217,6 +217,7 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(plan):
     compare(plan, lambda model: ADAMW(model.parameters()), toggle)
 
 
+@pytest.mark.long(quick=["tensor(2)", "solo"])
 @pytest.mark.parametrize("plan", KEEPS_GROUPS)
 def test_a_group_may_be_added_between_steps(plan):
     def add(number, model, optimizer):
@@ -260,15 +261,7 @@ def forget_all_by_a_new_mapping(number, _, optimizer):
         optimizer.state = defaultdict(dict)
 
 
-@pytest.mark.long(
-    quick=[
-        "halve_moments-zero3(2)",
-        "replace_moments-pipeline(2)",
-        "forget_one_parameter-data(2)",
-        "forget_all-tensor(2)",
-        "forget_all_by_a_new_mapping-zero1(2)",
-    ]
-)
+@pytest.mark.long(quick=["forget_all_by_a_new_mapping-zero1(2)", "forget_all-tensor(2)"])
 @pytest.mark.parametrize("plan", KEEPS_GROUPS)
 @pytest.mark.parametrize(
     "change",
@@ -285,6 +278,7 @@ def test_a_change_of_the_optimizers_own_state_is_that_of_a_plain_loop(change, pl
     compare(plan, lambda model: ADAMW(model.parameters()), change, num=4)
 
 
+@pytest.mark.long(quick=["server(2, consistency=bsp)", "solo"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_optimizers_own_state_is_read_as_in_a_plain_loop(plan):
     model, expected = net(), net()

@@ -81,6 +81,7 @@ def test_a_plan_that_keeps_the_model_whole_passes_the_values_of_this_step(plan, 
     assert max_difference(params_of(model), train_plain(FORMS[form])) < 1e-12
 
 
+@pytest.mark.long(quick=["pipeline(2)-tuple"])
 @pytest.mark.parametrize("form", ["tuple", "dict"])
 @pytest.mark.parametrize("plan", SPLIT)
 def test_a_plan_that_splits_the_model_refuses_another_value(plan, form):

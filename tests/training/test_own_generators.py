@@ -118,6 +118,7 @@ KEYED = {
 }
 
 
+@pytest.mark.long(quick=["pipeline(2)-2-one number", "solo-4-a matrix", "zero3(2)-2-by sample", "data(2)-2-dropout"])
 @pytest.mark.parametrize("kind", KEYED)
 @pytest.mark.parametrize(("plan", "num_microbatches"), DIVIDED)
 def test_keyed_draws_of_a_loss_are_those_of_the_whole_batch(kind, plan, num_microbatches):

@@ -58,7 +58,7 @@ def by_hand(model, form):
 FORMS = {"a tuple": lambda x, extra: (x, extra), "a dict": lambda x, extra: {"extra": extra, "x": x}}
 
 
-@pytest.mark.long(quick=["zero(2, level=1)-a tuple", "zero(2, level=2)-a dict", "server(2)-a tuple"])
+@pytest.mark.long(quick=["zero(2, level=1)-a tuple"])
 @pytest.mark.parametrize(("strategy", "name"), each_value_once(["solo", *UNSLICED], [*FORMS]), ids=str)
 def test_a_custom_loop_is_the_same_under_every_strategy(strategy, name):
     """Its batches are uneven and smaller than the number of microbatches, its scheduler sits on the optimizer."""
@@ -170,6 +170,7 @@ def test_inputs_and_targets_of_different_lengths_are_refused(strategy, inputs, t
     step.close()
 
 
+@pytest.mark.long(quick=["zero(2, level=3)", "server(2)", "solo"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_weights_that_are_changed_between_steps_are_taken_to_all_ranks(strategy):
     """Ranks other than the first went on with what they had."""

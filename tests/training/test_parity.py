@@ -164,6 +164,7 @@ class HalfPrecise(nn.Sequential):
         return self[1](torch.softmax(hidden.to(x.dtype), -1, dtype=torch.float32).to(x.dtype)).float()
 
 
+@pytest.mark.long
 def test_in_float64_nothing_is_computed_in_float32():
     torch.manual_seed(0)
     model = HalfPrecise(nn.Linear(6, 8), nn.Linear(8, 3))
@@ -192,6 +193,7 @@ def test_a_loss_that_reads_the_model_sees_the_model_that_is_trained():
     assert parity.plans[1].refusal.startswith("DataError: the loss reads 0.weight of the model, but under zero(2")
 
 
+@pytest.mark.long
 def test_own_strategies_may_be_given_as_objects():
     parity = report(build(), strategies=[cp.Pipeline(2), (cp.Pipeline(2), cp.Data(2)), cp.Plan((cp.Zero(2, 3),))])
     assert parity.all_equal
@@ -206,6 +208,7 @@ def test_no_batches_are_refused():
 PRECISE_PLANS = ["solo", "data(2)", "zero3(2)", "pipeline(2)"]
 
 
+@pytest.mark.long(quick=["fp32(reduce=bf16)-a plain PyTorch loop"])
 @pytest.mark.parametrize(
     ("precision", "reference"),
     [

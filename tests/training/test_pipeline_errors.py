@@ -70,6 +70,7 @@ def by_values(x):
     return x if x.sum() > 0 else -x
 
 
+@pytest.mark.long(quick=["parallelize"])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_a_model_that_cannot_be_traced_is_refused_with_its_line_and_what_to_do(entry_point):
     text = refused(entry_point, blocks(by_values))
@@ -79,6 +80,7 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_line_and_what_to_do(e
     assert text.endswith("or make the model an nn.Sequential, whose children may contain any code")
 
 
+@pytest.mark.long(quick=["fit"])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_one_memory_under_two_parameters_of_different_stages_is_refused_with_the_way_to_tie_them(entry_point):
     model = mlp()
@@ -100,6 +102,7 @@ def test_one_parameter_under_two_names_is_split_through_and_trains_as_on_one_dev
     assert max_difference(mine, theirs) <= 1e-12
 
 
+@pytest.mark.long(quick=["pipeline(2, balance=(5,1))-balance=(5, 1) adds up to 6 blocks..."])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize(
     ("strategy", "message"),
@@ -178,7 +181,7 @@ def centered(x):
     return x - x.mean(0)
 
 
-@pytest.mark.long(quick=["gpipe(2)-parallelize", "pipeline(2) * data(2)-parallelize", "pipedream_2bw(2)-fit"])
+@pytest.mark.long(quick=["pipeline(2) * data(2)-parallelize"])
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("strategy", ["gpipe(2)", "pipeline(2) * data(2)", "pipedream_2bw(2)"])
 def test_a_model_whose_output_depends_on_the_whole_batch_is_refused(entry_point, strategy):
@@ -255,6 +258,7 @@ def test_a_custom_backward_that_a_trace_would_lose_is_refused_by_name(entry_poin
     assert "write it as an operation (torch.library.custom_op with register_autograd)" in text
 
 
+@pytest.mark.long(quick=["pipedream(1, vertical_sync=on)"])
 @pytest.mark.parametrize("strategy", ["pipedream(1)", "pipedream(1, replicas=(2))", "pipedream(1, vertical_sync=on)"])
 def test_an_async_pipeline_of_one_stage_has_one_update_in_a_step(strategy):
     plan = cp.Plan.parse(strategy, num_microbatches=4)

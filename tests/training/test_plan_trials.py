@@ -45,6 +45,7 @@ def trained(strategy, build=mlp, **options):
     return trainer, params_of(model), history.losses
 
 
+@pytest.mark.long
 def test_a_run_whose_plan_was_measured_equals_solo():
     trainer, weights, losses = trained("auto(2)", num_measured_plans=2)
     _, expected, solo_losses = trained("solo")

@@ -50,8 +50,7 @@ def has_pairs(model, plan):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.long(quick=["mlp-data(2)-bf16", "gpt-zero(2, level=3)-bf16", "cnn-pipeline(2)-bf16", "gpt-tensor(2)-bf16",
-                         "embedding-data(2)-bf16", "mlp-gpipe(2)-fp16(norms=compute)"])  # fmt: skip
+@pytest.mark.long(quick=["embedding-data(2)-bf16", "cnn-pipeline(2)-bf16", "mlp-gpipe(2)-fp16(norms=compute)"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16(norms=compute)"])
 @pytest.mark.parametrize(
     ("model", "plan"),
@@ -203,7 +202,7 @@ def test_a_hook_that_fails_before_a_forward_leaves_the_casts_as_they_were():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.long(quick=["zero(2, level=3)", "pipeline(2)"])
+@pytest.mark.long(quick=["zero(2, level=3)"])
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)", "tensor(2)", "server(2)",
                                   "pipeline(2, schedule=pipedream)", "server(2, consistency=asp)"])  # fmt: skip
 def test_the_autocast_of_a_precision_is_that_around_the_step(plan):

@@ -54,6 +54,7 @@ class CountingFabric(RingFabric):
         return self.fabric.reduce_scatter(label, whole, bounds, group, op)
 
 
+@pytest.mark.long(quick=["zero(2, level=1)-bf16(reduce=bf16)", "solo-None"])
 @pytest.mark.parametrize("precision", [None, "bf16", "bf16(reduce=bf16)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_send_the_bytes_that_are_predicted(plan, precision):
@@ -133,6 +134,7 @@ def hold(plan, precision, **options):
             return list(live.most.values()), list(peak_memory_bytes(one.compiled.program, sizes))
 
 
+@pytest.mark.long(quick=["zero(2, level=1)-bf16", "solo-None"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_hold_the_bytes_that_are_predicted(plan, precision):
@@ -140,6 +142,7 @@ def test_ranks_hold_the_bytes_that_are_predicted(plan, precision):
     assert held == [pytest.approx(size, rel=0.02) for size in predicted]
 
 
+@pytest.mark.long(quick=["data(2, bucket=10KiB, first_bucket=10KiB, tune=off)-2"])
 @pytest.mark.parametrize(
     ("plan", "num_microbatches"),
     [*((f"data(2, {SMALL_BUCKETS})", count) for count in (1, 2)), ("zero(2, level=3)", 2)],
@@ -209,6 +212,7 @@ def test_activations_have_the_dtypes_of_a_run():
     }
 
 
+@pytest.mark.long
 def test_a_plan_that_is_chosen_automatically_is_compared_in_the_precision_of_the_run():
     model, inputs = normed_chain(), torch.randn(8, WIDTH)
     optimizer_spec = OptimizerSpec(partial(optim.AdamW, lr=1e-2), dict(model.named_parameters()))

@@ -217,6 +217,7 @@ def draw_batches(draw_batch, plan, num_microbatches, sizes, seed):
 SIZES = st.tuples(st.integers(1, 2), st.integers(1, 6))
 
 
+@pytest.mark.long(quick=["few-data(2, update=sharded)", "few-server(2, consistency=bsp)", "few-tree(2)"])
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", PLANS)
 @given_few_or_many(
@@ -236,6 +237,9 @@ def test_random_nests_and_losses_train_as_a_plain_loop_or_are_refused(
     require_same_or_refused(build_reader, batches, loss, plan, num_microbatches, reduction)
 
 
+@pytest.mark.long(
+    quick=["few-gpipe(2, replicas=(1,2))", "few-pipeline(2)", "few-zero_bubble(2)", "few-gpipe(2) * zero1(2)"]
+)
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("plan", STAGED)
 @given_few_or_many(

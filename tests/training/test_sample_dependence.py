@@ -137,6 +137,7 @@ class Plain(Layers):
         return self.last(self.first(x).tanh())
 
 
+@pytest.mark.long(quick=["pipeline(2)-2", "data(2)-1"])
 @pytest.mark.parametrize(
     ("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero3(2)", 1), ("pipeline(2)", 2)]
 )

@@ -108,7 +108,7 @@ def train_plainly(model, loss, batches):
     return losses
 
 
-@pytest.mark.long(quick=["sequence-data(2)", "graph-pipeline(2)", "images-data(2)"])
+@pytest.mark.long(quick=["images-data(2)"])
 @pytest.mark.parametrize(
     ("case", "plan"),
     [(case, plan) for case in CASES for plan in ("solo", "data(2)", "zero3(2)", "pipeline(2)")
@@ -254,6 +254,7 @@ def make_samples(case):
     return samples
 
 
+@pytest.mark.long(quick=["graph-batches", "images-loader"])
 @pytest.mark.parametrize("data", ["loader", "stream", "batches"])
 @pytest.mark.parametrize("case", CASES)
 def test_fit_takes_batches_of_every_form_and_evaluates_them(case, data):
@@ -393,6 +394,7 @@ def text_batches(of_texts=tuple):
         yield (torch.randn(batch, 3, dtype=DOUBLE), names), targets
 
 
+@pytest.mark.long(quick=["data(2)-2-tuple", "solo-1-list", "solo-1-tuple"])
 @pytest.mark.parametrize("of_texts", [tuple, list])
 @pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 1), ("solo", 4), ("data(2)", 1), ("data(2)", 2)])
 def test_texts_are_cut_with_their_samples(of_texts, plan, num_microbatches):

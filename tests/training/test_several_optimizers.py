@@ -36,6 +36,7 @@ def train_by_hand():
     return model.state_dict()
 
 
+@pytest.mark.long(quick=["zero(2, level=1)", "solo", "bsp(2)", "data(2)", "zero3(2)"])
 @pytest.mark.parametrize(
     "strategy", ["solo", "data(2)", "zero(2, level=1)", "zero3(2)", "pipeline(2) * data(2)", "bsp(2)"]
 )
@@ -88,7 +89,7 @@ ADAMW, SGD = partial(optim.AdamW, lr=0.05), partial(optim.SGD, lr=0.1, momentum=
 TOKENS = torch.arange(96).view(24, 4) * 7 % 10, torch.arange(24) % 3
 
 
-@pytest.mark.long(quick=["sharded-tensor(2)", "whole-tensor(2)"])
+@pytest.mark.long(quick=["whole-tensor(2)"])
 @pytest.mark.parametrize("strategy", ["tensor(2)", "tensor(2) * data(2)"])
 @pytest.mark.parametrize(
     ("names", "first"),

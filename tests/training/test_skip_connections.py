@@ -44,6 +44,7 @@ def test_a_value_with_fewer_readers_in_evaluation_comes_to_them(strategy):
         assert result == pytest.approx(one.evaluate(data(), batch_size=12), rel=1e-12)
 
 
+@pytest.mark.long
 def test_a_fit_with_workers_reads_late_inputs_where_they_are_needed():
     alone, _ = fit("solo", ladder(), data())
     result, _ = fit("pipeline(5)", ladder(), data(), fit_options={"num_workers": 1})

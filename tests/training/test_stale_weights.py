@@ -71,7 +71,7 @@ READS = {
 }
 
 
-@pytest.mark.long(quick=["norm-zero1(2)", "pickle-tensor(2)", "list-server(2)", "vector-tree(2)"])
+@pytest.mark.long(quick=["list-server(2)", "vector-tree(2)"])
 @pytest.mark.parametrize(("name", "plan"), each_value_once([*READS], PLANS))
 def test_a_read_after_each_step_gives_what_a_plain_loop_has(plan, name):
     read = READS[name]

@@ -48,7 +48,7 @@ def test_replicas_with_weights_or_gradients_of_their_own_do_not_share_their_upda
     assert share_params_per_host(plan, range(4)) == share_params_per_host(plan, (0, 0, 0, 0)) == plan
 
 
-@pytest.mark.long(quick=["pipeline(2) * data(2, sync_every=3)"])
+@pytest.mark.long
 @BOTH
 def test_an_interrupted_run_continues_bit_for_bit_in_mid_period(strategy, tmp_path):
     build = mlp if "tensor" in strategy else batch_norm_mlp
@@ -176,6 +176,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_by_default():
         fit("data(2, sync_every=2)", data=poisoned())
 
 
+@pytest.mark.long(quick=["data(2, sync_every=3, sync_first=1)"])
 @pytest.mark.parametrize("strategy", [APART, LATE])
 def test_a_second_fit_begins_from_the_model_unchanged(strategy):
     with make_trainer(strategy) as one:

@@ -52,7 +52,7 @@ def test_a_stopped_run_continues_bit_for_bit_and_loses_no_step(strategy, tmp_pat
     assert equal_bits(rest, whole)
 
 
-@pytest.mark.long(quick=["pipedream_2bw(2)"])
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["server(2, consistency=asp)", "easgd(2)", "pipedream(3)", "pipedream_2bw(2)"])
 def test_asynchronous_plans_stop_in_mid_epoch_when_their_batches_in_flight_are_done(strategy, tmp_path):
     whole, _ = fit(strategy, epochs=2, fit_options={"checkpoint_dir": tmp_path / "w"})
@@ -79,6 +79,7 @@ def test_ranks_that_commit_alone_exchange_signals_soon_and_then_once_in_a_period
     assert exchange.is_due(2001)
 
 
+@pytest.mark.long(quick=["15-143"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_the_exit_code_is_that_of_the_signal_and_default_actions_return(number, code):
     before = signal.getsignal(number)

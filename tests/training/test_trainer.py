@@ -53,7 +53,7 @@ def by_hand(model, data, *, epochs=1, optimizer=ADAMW, clip_norm=None, clip_valu
     return losses, norms
 
 
-@pytest.mark.long(quick=["pipeline(2)-39", "server(2)-39", "pipeline(2, replicas=(2,1))-46"])
+@pytest.mark.long(quick=["pipeline(2, replicas=(2,1))-46"])
 @pytest.mark.parametrize(("strategy", "num_samples"), each_value_once(["solo", *STRATEGIES, *MORE], [46, 39]), ids=str)
 def test_the_gradient_is_the_mean_over_the_whole_batch(strategy, num_samples):
     """The last batch of 46 samples is uneven; that of 39 has an empty microbatch."""
@@ -100,6 +100,7 @@ def test_clipping_every_number_is_that_of_torch_and_comes_after_the_norm(strateg
     assert max_difference(params_of(unclipped), params_of(model)) > 1e-3
 
 
+@pytest.mark.long(quick=["data(2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_groups_of_parameters_keep_their_own_options(strategy):
     """The usual two groups: weights decay, biases do not, and theirs is another learning rate."""
@@ -124,6 +125,7 @@ def frozen_in_the_middle():
     return model
 
 
+@pytest.mark.long(quick=["zero(2, level=3)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_frozen_parameters_stay_and_the_others_train(strategy):
     model = frozen_in_the_middle()
@@ -163,6 +165,7 @@ WHOLE_TENSORS = {
 }
 
 
+@pytest.mark.long(quick=["zero(4, level=3)-muon"])
 @pytest.mark.parametrize(
     ("strategy", "name"),
     each_value_once(["solo", *UNSLICED, cp.Plan.parse("zero(3, level=1)"), "zero(4, level=3)"], [*WHOLE_TENSORS]),
@@ -193,6 +196,7 @@ def two_precisions():
     return model
 
 
+@pytest.mark.long(quick=["zero(2, level=1)"])
 @pytest.mark.parametrize("strategy", UNSLICED)
 def test_parameters_may_be_of_several_dtypes(strategy):
     """The float32 half is equal up to its own rounding, and a parameter may have no dims."""
@@ -212,7 +216,7 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_the_plan(strategy):
     assert fit(strategy, batch_norm_mlp(), seed=6)[1].losses[0] != pytest.approx(expected.losses[0], rel=1e-6)
 
 
-@pytest.mark.long(quick=["zero(2, level=1)", "zero(2, level=2)", "pipeline(2)"])
+@pytest.mark.long(quick=["zero(2, level=1)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_the_users_random_numbers_continue_as_if_nothing_was_trained(strategy):
     torch.manual_seed(77)
@@ -222,7 +226,7 @@ def test_the_users_random_numbers_continue_as_if_nothing_was_trained(strategy):
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.long(quick=["zero(2, level=1)", "pipeline(2)"])
+@pytest.mark.long(quick=["zero(2, level=1)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_two_calls_of_fit_train_as_one_longer_one(strategy):
     with make_trainer(strategy) as one:
@@ -295,6 +299,7 @@ def test_a_measured_step_says_what_every_rank_did():
     ]
 
 
+@pytest.mark.long
 def test_integers_and_several_inputs_reach_the_model():
     class Looked(nn.Module):
         def __init__(self):
@@ -312,6 +317,7 @@ def test_integers_and_several_inputs_reach_the_model():
         assert max_difference(fit(strategy, build_seeded(Looked), data)[0], params_of(model)) <= 1e-12, strategy
 
 
+@pytest.mark.long
 def test_a_closed_trainer_leaves_no_threads():
     fit("zero(4, level=3)")
     assert list_rank_threads() == []

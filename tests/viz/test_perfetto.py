@@ -1,10 +1,11 @@
 import json
 from collections import defaultdict
 
-from hypothesis import given, strategies as st
+from hypothesis import strategies as st
 
 from counterpoint.program.trace import LANES, Trace, TraceEvent
 from counterpoint.viz.perfetto import format_perfetto
+from tests.covering import given_few_or_many
 from tests.viz.sample_traces import REAL, UNIT
 
 
@@ -62,7 +63,7 @@ def test_simulated_and_measured_go_into_one_file_side_by_side():
 spans = st.tuples(st.sampled_from(LANES), st.integers(0, 12), st.integers(0, 6))
 
 
-@given(st.lists(spans, max_size=12))
+@given_few_or_many(20, 100, st.lists(spans, max_size=12))
 def test_every_event_is_written_once_and_all_that_are_not_asynchronous_nest(result):
     made = [TraceEvent(0, at, f"U{at}", start / 8, (start + length) / 8, lane)
             for at, (lane, start, length) in enumerate(result)]  # fmt: skip

@@ -73,6 +73,7 @@ def test_two_traces_of_very_different_length_say_that_each_has_its_own_scale():
     assert not [text for text in texts(draw_comparison(UNIT, UNIT)) if text.endswith("on a scale of its own")]
 
 
+@pytest.mark.long
 def test_many_ranks_and_thin_events_keep_a_drawing_small():
     events = [TraceEvent(rank, at, f"F0.{at}", at, at + 0.5, "compute") for rank in range(8) for at in range(5000)]
     drawing = draw_timeline(Trace.from_events(events, 8, "simulated"), max_ranks=4)

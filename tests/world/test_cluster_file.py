@@ -1,7 +1,7 @@
 """Cluster files: parsed back as formatted, and all mistakes of a file reported together."""
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import strategies as st
 
 from counterpoint.errors import PlanError
 from counterpoint.world.cluster import Cluster, Device, Level, Link, TimeSlicing
@@ -14,6 +14,7 @@ from counterpoint.world.quantities import (
     format_quantity,
     parse_quantity,
 )
+from tests.covering import given_few_or_many
 
 HOSTS = """\
 device:
@@ -67,7 +68,7 @@ def test_a_file_is_read_as_it_says():
     assert parse_cluster(HOSTS) == Cluster(device, Link(), (1.0, 0.5), (inside, outside), (1.0, 0.6))
 
 
-@given(flat | nested)
+@given_few_or_many(20, 100, flat | nested)
 def test_every_cluster_is_read_as_it_was_written(cluster):
     assert parse_cluster(format_cluster(cluster)) == cluster
 
@@ -81,7 +82,7 @@ def test_a_written_cluster_reads_well():
     ]  # fmt: skip
 
 
-@given(rates, st.sampled_from([FLOPS, BANDWIDTH]))
+@given_few_or_many(20, 100, rates, st.sampled_from([FLOPS, BANDWIDTH]))
 def test_every_rate_is_read_as_it_was_written(rate, kind):
     assert parse_quantity(format_quantity(rate, kind), kind) == rate
 

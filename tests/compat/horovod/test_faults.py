@@ -8,6 +8,7 @@ from tests.compat.horovod.rank_runner import on_ranks
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
+@pytest.mark.long(quick=["other_shapes-parts1"])
 @pytest.mark.parametrize(
     ("scenario", "parts"),
     [

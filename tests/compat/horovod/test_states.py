@@ -21,6 +21,7 @@ def wide(result):
     return torch.tensor(result[1], dtype=WIDE)
 
 
+@pytest.mark.long(quick=["2-auto"])
 @WORLDS
 def test_objects_come_back_as_they_were(num_ranks, transport):
     for in_order, same, gathered in ranks_of(states.objects, num_ranks, transport):

@@ -11,6 +11,7 @@ from counterpoint.fabric.collectives import HostLinks, choose_algorithm, interpr
 from counterpoint.fabric.collectives.algorithms import ring
 from counterpoint.fabric.collectives.choose import predict_s
 from counterpoint.world.cluster import Link
+from tests.covering import given_few_or_many
 
 NEAR = Link(latency_s=2e-6, bytes_per_s=5e9)
 FAR = Link(latency_s=100e-6, bytes_per_s=125e6)
@@ -52,7 +53,7 @@ def test_what_is_chosen_adds_up(hosts, num_bytes):
     assert all((result == 2 ** len(hosts) - 1).all() for result in results)
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
+@given_few_or_many(10, 100, st.lists(st.integers(0, 2), min_size=1, max_size=12))
 def test_a_larger_value_never_takes_less_time(hosts):
     network = HostLinks(tuple(hosts), NEAR, FAR, reduce_bytes_per_s=1e9)
     times = [choose_algorithm(1 << power, network).seconds for power in range(0, 28, 3)]

@@ -18,6 +18,7 @@ from counterpoint.fabric.collectives.algorithms import (
 from counterpoint.fabric.collectives.choose import predict_s
 from counterpoint.fabric.collectives.execute import num_steps
 from counterpoint.world.cluster import Link
+from tests.covering import given_few_or_many
 
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(41, 10**9))
 LINK = Link(latency_s=1e-3, bytes_per_s=1e3)
@@ -44,7 +45,7 @@ def test_counts_are_what_the_closed_formula_says(name, num_ranks, length):
     check_cost(algorithm.schedule(num_ranks), cost, extent, algorithm.group(num_ranks))
 
 
-@given(st.integers(1, 70), st.integers(1, 5), LENGTHS)
+@given_few_or_many(20, 100, st.integers(1, 70), st.integers(1, 5), LENGTHS)
 def test_so_they_are_for_pipelines_of_any_depth(num_ranks, num_pieces, length):
     extent = ChunkLayout(length)
     check_cost(double_tree(num_ranks, num_pieces), formulas.double_tree(num_ranks, extent, num_pieces), extent)

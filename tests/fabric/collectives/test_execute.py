@@ -63,6 +63,7 @@ def test_every_algorithm_does_in_one_process_what_its_schedule_promises(name, nu
         assert on_local(scenario, num_ranks) == promised(name, num_ranks, length)
 
 
+@pytest.mark.long(quick=["hierarchical, hosts of 2 in order-shm", "ring-gloo"])
 @pytest.mark.process
 @pytest.mark.parametrize("run_scenario", PROCESSES)
 @pytest.mark.parametrize("name", ["ring", "halving_doubling", "double_tree", "hierarchical, hosts of 2 in order"])
@@ -70,6 +71,7 @@ def test_so_it_does_between_processes(name, run_scenario):
     assert run_scenario(partial(summed, name=name, length=1001), 3) == promised(name, 3, 1001)
 
 
+@pytest.mark.long(quick=["butterfly-shm"])
 @pytest.mark.process
 @pytest.mark.parametrize("run_scenario", PROCESSES)
 @pytest.mark.parametrize("name", ["butterfly", "ring"])

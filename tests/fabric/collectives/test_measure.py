@@ -1,5 +1,7 @@
 """The choice uses links measured on the ranks, and all ranks make the same one."""
 
+import pytest
+
 from counterpoint.fabric.collectives.choose import choose_algorithm, measure_host_links
 
 
@@ -8,6 +10,7 @@ def chosen(fabric):
     return network.hosts, network.within, network.reduce_bytes_per_s, choose_algorithm(1 << 20, network).name
 
 
+@pytest.mark.long(quick=["local"])
 def test_all_ranks_get_the_same_figures_and_choose_alike(run_scenario):
     (hosts, link, adding, name), *others = run_scenario(chosen, 3)
     assert all(other == (hosts, link, adding, name) for other in others)
@@ -15,6 +18,7 @@ def test_all_ranks_get_the_same_figures_and_choose_alike(run_scenario):
     assert adding > 0
 
 
+@pytest.mark.long(quick=["shm"])
 def test_figures_of_shared_memory_are_those_of_a_memory(processes):
     hosts, link, _, _ = processes(chosen, 2)[0]
     if hosts[0] == hosts[1]:

@@ -46,6 +46,7 @@ def everything(fabric):
     return {**result, "received": received.tolist(), "values": fabric.gather_values("rank", rank, group)}
 
 
+@pytest.mark.long(quick=["hosts0"])
 @pytest.mark.parametrize("hosts", [UNEVEN, SWAPPED, LARGE])
 def test_every_collective_gives_what_it_gives_in_one_process(hosts):
     ours, expected = (run_scenario(everything, len(hosts)) for run_scenario in (partial(on_hosts, hosts), on_local))
@@ -64,6 +65,7 @@ def two_orders(fabric):
     return [tensors[group][0].item() for group in mine]
 
 
+@pytest.mark.long
 def test_groups_that_share_a_host_may_start_in_any_order():
     assert on_hosts((0, 0, 1, 1), two_orders, 4) == [[3.0, 4.0], [3.0, 4.0], [3.0], [4.0]]
 
@@ -83,6 +85,7 @@ def serve(fabric):
     return [[label for label in labels if label.startswith(f"{peer}.")] for peer in (1, 2)]
 
 
+@pytest.mark.long
 def test_local_and_remote_messages_arrive_in_the_order_of_each_sender():
     expected = [[f"{peer}.{index}" for index in range(20)] for peer in (1, 2)]
     assert on_hosts(UNEVEN, serve, 3) == [expected, 1, 2]
@@ -138,6 +141,7 @@ def dies(is_formed, fabric):
     return fabric.all_reduce("a", torch.ones(1000), (0, 1, 2, 3)).wait()
 
 
+@pytest.mark.long(quick=["False"])
 @pytest.mark.parametrize("is_formed", [True, False])
 def test_a_rank_that_ends_on_another_host_is_named(is_formed):
     began = time.monotonic()

@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(quick=["is_killed---"])
 @pytest.mark.parametrize(
     ("wait", "pattern", "limit_s", "timeout_s"), CASES, ids=lambda one: getattr(one, "__name__", "")
 )

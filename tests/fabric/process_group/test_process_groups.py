@@ -52,10 +52,12 @@ def collectives_on_any_ranges(fabric):
     return result
 
 
+@pytest.mark.long
 def test_every_collective_takes_ranges_of_any_lengths():
     assert on_process_groups(collectives_on_any_ranges, 3) == on_local(collectives_on_any_ranges, 3)
 
 
+@pytest.mark.long
 def test_random_programs_end_as_in_one_process():
     program = RandomProgram(5, 3)
     for mine, theirs in zip(on_process_groups(program, 3), on_local(program, 3), strict=True):
@@ -91,6 +93,7 @@ CASES = {  # the last step on rank 0 and on rank 1, and the first collective tha
 }
 
 
+@pytest.mark.long(quick=["both seen before"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_collective_that_differs_is_named_within_the_step(case):
     common, mine, theirs, index, (first, second) = CASES[case]
@@ -151,6 +154,7 @@ def pass_on(fabric):
         fabric.recv(1, "x")
 
 
+@pytest.mark.long(quick=["message"])
 @pytest.mark.parametrize("wait", ["collective", "message"])
 def test_a_killed_rank_is_named_within_two_seconds(wait):
     first, dead, last = on_process_groups(partial(killed, wait), 3, timeout_s=20.0)
@@ -173,6 +177,7 @@ def wait_apart(fabric):
     return signal.sigtimedwait([signal.SIGUSR1], 1.0)
 
 
+@pytest.mark.long
 def test_an_abort_ends_ranks_that_wait_for_others():
     began = time.monotonic()
     text = on_process_groups(wait_apart, 3, timeout_s=20.0)[0]
@@ -194,6 +199,7 @@ def late(fabric):
     return fabric.all_reduce("b", torch.ones(3), TRIO).wait()
 
 
+@pytest.mark.long
 def test_the_ranks_that_have_not_started_a_collective_are_named():
     texts = on_process_groups(late, 3, timeout_s=1.0)[:2]
     assert any(

@@ -47,6 +47,7 @@ def refused(fabric):
     fabric.all_reduce("loss", torch.ones(3).to(device), (0, 1)).wait()
 
 
+@pytest.mark.long(quick=["gloo", "process_group"])
 def test_a_transport_of_host_memory_refuses_a_tensor_on_a_device(local_processes):
     if local_processes is on_process_groups:
         pytest.skip("it stages it")

@@ -75,6 +75,7 @@ def test_one_rank_and_one_block_have_no_stages():
     assert find_pipeline_plans(1, linear_chain(4), SLOW, 8) == find_pipeline_plans(4, linear_chain(1), SLOW, 8) == ()
 
 
+@pytest.mark.long
 def test_a_graph_is_ranked_with_every_schedule_and_data_and_zero():
     case = next(case for case in CASES if case["model"] == "vgg16" and case["machines"] == [4])
     result = rank_graph(read_published("vgg16"), case_cluster(case), 4, 12)

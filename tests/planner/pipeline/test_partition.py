@@ -21,6 +21,7 @@ from counterpoint.planner.pipeline.partition import (
     ReleasedObjective,
     find_partition,
 )
+from tests.covering import given_few_or_many
 from tests.planner.pipeline.released_optimizer import CASES, case_name, network_levels, read_published
 
 OBJECTIVES = (PublishedObjective(), ReleasedObjective(), ReleasedObjective(compression=1.0), AsyncPipelineObjective())
@@ -95,6 +96,7 @@ def test_no_slower_than_the_released_optimizer_as_it_counts(case):
     assert result.slowest_s <= case["stage_s"] + 1e-9
 
 
+@pytest.mark.long(quick=["PublishedObjective..."])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 @settings(max_examples=170, deadline=None)
 @given(profile=st.one_of(chains(), graphs()), level=levels)
@@ -105,6 +107,7 @@ def test_the_best_of_all_partitions(objective, profile, level):
     assert find_partition(states, [level], objective).slowest_s == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.long(quick=["ReleasedObjective(compression=None..."])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 @settings(max_examples=130, deadline=None)
 @given(profile=chains(), inner=levels, outer=levels)
@@ -115,6 +118,7 @@ def test_the_best_of_all_partitions_of_two_levels(objective, profile, inner, out
     assert find_partition(states, [inner, outer], objective).slowest_s == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.long
 @given(profile=graphs(), level=levels)
 def test_the_stages_take_the_returned_time(profile, level):
     """The stages returned cover the model in order, use all parts, and their slowest one takes the seconds returned."""
@@ -138,7 +142,7 @@ def test_vgg_keeps_its_dense_layers_on_one_device(count):
     assert [stage.replicas for stage in result.stages] == [count - 1, 1]
 
 
-@given(profile=graphs())
+@given_few_or_many(20, 100, profile=graphs())
 def test_every_set_that_contains_its_inputs_is_a_cut(profile):
     """The cuts are the sets closed under inputs that contain every possible layer without work."""
     names = [layer.name for layer in profile.nodes]

@@ -43,9 +43,7 @@ def compared(space, cluster, seed, count):
     return spent
 
 
-@pytest.mark.long(
-    quick=["plain-flat-tied", "plain-copies-layers", "overlap-hosts-ladder", "overlap-copies-transformer"]
-)
+@pytest.mark.long(quick=["plain-flat-tied", "overlap-hosts-ladder"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cluster", [FLAT, HOSTS, COPIES], ids=["flat", "hosts", "copies"])
 @pytest.mark.parametrize("passes", [(), ("overlap",)], ids=["plain", "overlap"])

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import strategies as st
 from torch import nn, optim
 
 from counterpoint.data.microbatch_reader import SampleReader
@@ -19,6 +19,7 @@ from counterpoint.testing.parity import relative_difference
 from counterpoint.training.batches.dataset_batches import DatasetBatch
 from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
+from tests.covering import given_few_or_many
 
 PLANS = ["data({})", "zero({}, level=1)", "zero({}, level=2)", "zero({}, level=3)", "data({}, update=sharded)"]
 
@@ -74,7 +75,9 @@ def same(result, expected):
     return all(relative_difference(result[name].detach(), expected[name].detach()) <= 1e-12 for name in expected)
 
 
-@given(
+@given_few_or_many(
+    5,
+    20,
     plan=st.sampled_from(PLANS),
     num_samples=st.integers(1, 23),
     num_ranks=st.integers(2, 4),
@@ -82,7 +85,6 @@ def same(result, expected):
     accumulation=st.integers(1, 3),
     drop_last=st.booleans(),
 )
-@settings(max_examples=20)
 def test_an_epoch_of_any_length_trains_as_one_process_does_and_reads_no_sample_twice(
     plan, num_samples, num_ranks, micro_size, accumulation, drop_last
 ):
@@ -99,7 +101,9 @@ def test_an_epoch_of_any_length_trains_as_one_process_does_and_reads_no_sample_t
     assert same(mine, updated_by_hand(model(), alone))
 
 
-@given(
+@given_few_or_many(
+    5,
+    20,
     plan=st.sampled_from(PLANS),
     steps=st.integers(1, 2).flatmap(
         lambda accumulation: st.lists(
@@ -107,7 +111,6 @@ def test_an_epoch_of_any_length_trains_as_one_process_does_and_reads_no_sample_t
         )
     ),
 )
-@settings(max_examples=20)
 def test_microbatches_of_any_sizes_none_among_them_train_as_their_union(plan, steps):
     """What ranks bring that have batches of their own; one that has run out brings none."""
     result = Plan.parse(plan.format(3), num_microbatches=len(steps[0]) // 3)

@@ -158,6 +158,7 @@ def is_the_same(parameters, model):
     )
 
 
+@pytest.mark.long
 def test_workers_that_come_are_killed_and_are_terminated_change_no_bit(run_workers):
     result = run_workers()
     result.start("a", (5, "invite", "b"), (13, "get", signal.SIGKILL))

@@ -124,6 +124,7 @@ def test_a_job_without_its_coordinator_is_not_waited_for_forever(threads):
         join(servers.contact, "worker-0", servers.key, timeout_s=0.5)
 
 
+@pytest.mark.long
 def test_a_lone_server_and_the_coordinator_begin_again_after_their_logs(threads, tmp_path):
     servers = threads(job(data=DataConfig(2, 1)), tmp_path)
     with servers.join("worker-0") as session:
@@ -139,6 +140,7 @@ def test_a_lone_server_and_the_coordinator_begin_again_after_their_logs(threads,
         assert session.lease() is None
 
 
+@pytest.mark.long
 def test_what_two_servers_keep_is_not_lost_with_one(threads):
     servers = threads(job(num_servers=2))
     with servers.join("worker-0") as session:
@@ -150,6 +152,7 @@ def test_what_two_servers_keep_is_not_lost_with_one(threads):
         assert float(session.pull("weight").wait().values.sum()) == -LARGE
 
 
+@pytest.mark.long(quick=["2"])
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_a_job_continues_from_its_last_snapshot_when_all_have_died(threads, tmp_path, num_servers):
     options = {"num_servers": num_servers, "data": DataConfig(3, 1), "is_logged": False}
@@ -171,6 +174,7 @@ def test_a_job_continues_from_its_last_snapshot_when_all_have_died(threads, tmp_
         assert session.lease().start == 1
 
 
+@pytest.mark.long(quick=["65536-0"])
 @pytest.mark.parametrize(("first", "second"), [(0, 1 << 16), (1 << 16, 0)])
 def test_a_model_is_what_its_snapshot_says_whichever_modules_later_workers_would_put_together(
     threads, tmp_path, first, second
@@ -225,6 +229,7 @@ def test_the_journals_of_servers_that_died_make_the_same_shard(threads, tmp_path
     assert all(torch.equal(shard.keys["weight"].storage.tensors[0], values) for shard in shards)
 
 
+@pytest.mark.long
 def test_a_server_that_was_killed_before_its_journal_had_the_end_of_its_log_says_it_in_its_next_life(threads, tmp_path):
     for slice_index in (0, 1):
         servers = threads(job(), tmp_path, is_journaled=True)

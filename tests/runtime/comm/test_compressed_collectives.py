@@ -65,6 +65,7 @@ def weights(rank):
     return torch.cat([flat_params.weights for flat_params in flat_params_of(rank)])
 
 
+@pytest.mark.long(quick=["compress=fp16", "compress=topk:0.1", "compress=sign"])
 @pytest.mark.parametrize("options", [*(f"compress={codec}" for codec in CODECS), "reduce=adasum"])
 def test_the_bytes_sent_are_those_of_the_formula(options):
     with build_local_ranks(f"data(3, {options})") as one:
@@ -75,6 +76,7 @@ def test_the_bytes_sent_are_those_of_the_formula(options):
         assert tuple(fabric.sent for fabric in fabrics) == one.compiled.cost.sent_bytes()
 
 
+@pytest.mark.long(quick=["topk:0.1", "powersgd:2"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_replicas_have_the_same_bits(codec):
     with build_local_ranks(f"data(3, compress={codec})") as one:
@@ -84,6 +86,7 @@ def test_all_replicas_have_the_same_bits(codec):
         assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.long(quick=["twobit:0.01", "powersgd:2"])
 @pytest.mark.parametrize("codec", CODECS[2:])
 def test_the_applied_gradient_plus_residuals_is_the_sum_of_gradients(codec):
     """The gradients of the first step are those of the same step without compression."""
@@ -114,6 +117,7 @@ def bad_batch():
     return batch
 
 
+@pytest.mark.long(quick=["compress=topk:0.1", "compress=powersgd:2", "reduce=adasum", "compress=bf16"])
 @pytest.mark.parametrize("options", [*(f"compress={codec}" for codec in CODECS), "reduce=adasum"])
 def test_a_gradient_that_is_not_finite_is_seen_through_every_codec(options):
     with build_local_ranks(f"data(2, {options})", nonfinite="skip", share_params_on_host=False) as one:

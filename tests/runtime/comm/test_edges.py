@@ -45,6 +45,7 @@ PLANS = ["pipeline(2)", "pipeline(3)", "pipeline(6)", "pipeline(2, schedule=zero
          "pipeline(3, schedule=interleaved, chunks_per_stage=2)", "pipeline(3, replicas=(1,2,1))"]  # fmt: skip
 
 
+@pytest.mark.long(quick=["pipeline(3, replicas=(1,2,1))", "pipeline(3)", "pipeline(2, schedule=zero_bubble)"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_sends_the_bytes_of_the_cost_estimate(plan):
     with build_local_ranks(plan, model=skip_model(), num_microbatches=4) as local_ranks:

@@ -49,6 +49,9 @@ def max_difference(params, others):
     return max(relative_difference(param, other) for param, other in zip(params, others, strict=True))
 
 
+@pytest.mark.long(
+    quick=["pipeline(2) * data(2, ...)-3-bucket=400B...", "zero(2, level=2)-1-bucket=400B, first_bucket=300B, tune=off"]
+)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS)
 def test_buckets_of_any_size_change_no_result(plan, num_microbatches, sizes, solo):
@@ -132,6 +135,7 @@ def branching_model():
     return nn.Sequential(DataDependentBranch(), chain(2)).double()
 
 
+@pytest.mark.long(quick=["first1"])
 @pytest.mark.parametrize("first", [(1, 1), (-1, 1), (-1, -1)])
 def test_parameters_that_some_ranks_do_not_use_in_some_steps_are_still_reduced(first):
     def make_batches():

@@ -54,6 +54,7 @@ def steps(plan, model, num_steps=3, **options):
         return losses, weights, sent
 
 
+@pytest.mark.long
 def test_gathers_send_the_bytes_of_the_compute_dtype():
     """Two of three collectives on each weight are gathers, the third is the reduce-scatter of its gradient."""
     sent = {precision: steps(ZERO3, chain(4), precision=precision)[2] for precision in (None, "bf16", "fp16")}

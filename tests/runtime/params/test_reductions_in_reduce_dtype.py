@@ -51,6 +51,7 @@ def plain_loop(num_micros, dtype, *, every_backward, num_steps=3):
     return dict(model.named_parameters())
 
 
+@pytest.mark.long(quick=["data(2, update=sharded)-False-fp16-dtype1", "zero(2, level=2)-True-bf16-dtype0"])
 @pytest.mark.parametrize(("text", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize(
     ("plan", "every_backward"),
@@ -72,6 +73,7 @@ def test_weights_are_those_of_a_plain_loop_that_casts_each_ranks_gradient(plan, 
     assert any(not torch.equal(other[name], value) for name, value in expected.items())
 
 
+@pytest.mark.long(quick=["zero(2, level=3) * data(2)-4"])
 @pytest.mark.parametrize(
     ("plan", "volume"),
     [
@@ -93,6 +95,7 @@ def test_gradients_are_sent_with_the_bytes_of_the_reduce_dtype(plan, volume):
     assert narrow > 0
 
 
+@pytest.mark.long(quick=["pipeline(2) * data(2)"])
 @pytest.mark.parametrize("plan", ["data(2)", "data(2) * data(2)", "pipeline(2) * data(2)"])
 def test_reductions_that_overlap_with_the_backward_give_the_same_bits(plan):
     plain, overlapped = (steps(plan, passes=passes)[:2] for passes in ((), ("overlap",)))
@@ -130,6 +133,7 @@ OVERFLOWING = "the sum of gradients over microbatches and ranks is not finite on
 FP16 = "fp32(reduce=fp16)"
 
 
+@pytest.mark.long(quick=["zero(2, level=2)"])
 @pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(2) * data(2)"])
 def test_a_sum_that_overflows_in_fp16_skips_the_step_on_all_ranks(plan):
     """The loss scale is halved until the sum fits: that step is the first one with this scale."""

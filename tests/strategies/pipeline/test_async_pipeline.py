@@ -11,13 +11,13 @@ from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Backward, Commit, Forward, Recv, Send, Update
 from counterpoint.program.program import shift_microbatch, weight_versions_needed
 from counterpoint.strategies.pipeline.pipeline import Pipeline
+from tests.covering import given_few_or_many
 from tests.program.verify.random_plans import compile_text
 
 UNEQUAL = st.lists(st.integers(1, 4), min_size=2, max_size=5).filter(lambda counts: sum(counts) <= 10).map(tuple)
 
 
-@settings(max_examples=40)
-@given(UNEQUAL)
+@given_few_or_many(10, 40, UNEQUAL)
 @example((1, 1, 1, 1))
 @example((3, 2, 1))
 @example((1, 3, 1))
@@ -35,8 +35,7 @@ def test_warm_ups_and_versions_are_the_published_formulas_and_as_many_enter_as_n
     assert compiled.symbolic.peak_in_flight[0] == ceil(sum(replicas) / replicas[0])
 
 
-@settings(max_examples=20)
-@given(UNEQUAL, st.integers(0, 2))
+@given_few_or_many(5, 20, UNEQUAL, st.integers(0, 2))
 def test_2bw_holds_two_versions_whatever_replicas_and_microbatches_there_are(replicas, more):
     plan = Pipeline(len(replicas), "pipedream_2bw", replicas)
     compiled = compile_text(str(plan), m=plan.usable_microbatches(1) + more * lcm(*replicas), blocks=len(replicas))

@@ -128,6 +128,7 @@ FORMS = {
 }
 
 
+@pytest.mark.long(quick=["data(2)-two inputs and a target", "data(2)-a dataclass"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("strategy", ["data(2)", "pipeline(2)"])
 def test_samples_of_any_form_train_as_pairs_do(form, strategy):
@@ -145,6 +146,7 @@ def test_a_key_that_nothing_uses_is_named():
     assert (list(inputs), targets is Y) == (["x"], True)
 
 
+@pytest.mark.long(quick=["pipeline(2)-2", "zero3(2)-None", "data(2)-None"])
 @pytest.mark.parametrize(("strategy", "num_microbatches"), PLANS, ids=str)
 def test_a_loader_trains_as_a_plain_loop_over_it(strategy, num_microbatches):
     def loader():
@@ -156,6 +158,7 @@ def test_a_loader_trains_as_a_plain_loop_over_it(strategy, num_microbatches):
     )
 
 
+@pytest.mark.long(quick=["data(2)-options1-batches1", "data(2)-options3-batches3", "data(2)-options4-batches4"])
 @pytest.mark.parametrize(
     ("options", "batches"),
     [
@@ -185,6 +188,15 @@ STREAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.long(
+    quick=[
+        "data(2)-a function that returns a loader",
+        "data(2)-an iterable dataset and a batch size",
+        "data(2)-a list of batches",
+        "data(2)-a function that returns a generator",
+        "data(2)-a loader of an iterable dataset",
+    ]
+)
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("strategy", ["data(2)", "pipeline(2)"])
 def test_a_stream_of_batches_trains_as_a_plain_loop_over_it(stream, strategy):
@@ -192,6 +204,7 @@ def test_a_stream_of_batches_trains_as_a_plain_loop_over_it(stream, strategy):
     require_equal(fit(build(), strategy, epochs=2, **options), train_plain(in_order(), epochs=2))
 
 
+@pytest.mark.long(quick=["pipeline(2)-2", "solo-4"])
 @pytest.mark.parametrize(("strategy", "num_microbatches"), PLANS, ids=str)
 def test_batches_of_other_sizes_are_divided_exactly(strategy, num_microbatches):
     batches = [[*range(8)], [8, 9, 10], [11], [12, 13], [*range(14, 22)]]

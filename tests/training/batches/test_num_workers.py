@@ -32,6 +32,7 @@ def fit(data, strategy="data(2)", *, resume=None, callbacks=(), num_inputs=3, ba
         return state_of(model), history.losses
 
 
+@pytest.mark.long(quick=["pipeline(1) * data(4)"])
 @pytest.mark.process
 @pytest.mark.parametrize("strategy", ["data(2)", "pipeline(1) * data(4)"])
 def test_a_fit_with_noise_is_the_same_bit_for_bit_with_workers(strategy):

@@ -110,7 +110,7 @@ def interrupt(data, folder, step):
         fit(data, checkpoint_dir=folder, save_every=1, callbacks=[StopAt(step)])
 
 
-@pytest.mark.long(quick=["a loader that shuffles-1", "a collate function that draws-7"])
+@pytest.mark.long(quick=["a collate function that draws-7"])
 @pytest.mark.parametrize(("source", "step"), each_value_once([*SOURCES], [1, 7]))
 def test_a_run_continues_in_mid_epoch_as_if_it_had_not_stopped(source, step, tmp_path):
     losses, params = fit(SOURCES[source]())

@@ -182,6 +182,7 @@ def test_a_slow_disk_that_is_full_then_read_only_then_freed_costs_checkpoints_bu
     assert equal_bits(fit("data(2)", fit_options={"resume": tmp_path}, epochs=2)[0], state)
 
 
+@pytest.mark.long(quick=["122"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT, errno.EACCES])
 def test_a_save_that_fails_on_one_rank_fails_for_all_and_the_run_goes_on(code, tmp_path):
     state, events = fit_on(Disk(("00001",)), tmp_path, {5: code, 7: 0}, "zero(2, level=3)")
@@ -208,6 +209,7 @@ class Moves(FailsAt):
             self.aside.rename(self.folder)
 
 
+@pytest.mark.long(quick=["options1"])
 @pytest.mark.parametrize("options", [{}, {"checkpoint_mode": "per_stage"}])
 def test_a_folder_that_is_moved_away_or_replaced_by_a_link_costs_checkpoints_and_no_step(options, tmp_path):
     strategy = "pipedream(2)" if options else "data(2)"
@@ -233,6 +235,7 @@ def test_a_run_whose_last_checkpoint_fails_too_ends_with_an_error_and_keeps_the_
     assert Checkpoint.open(tmp_path).step == 4
 
 
+@pytest.mark.long
 def test_a_save_that_takes_longer_than_ranks_wait_for_each_other_is_waited_for_and_said(tmp_path):
     with pytest.warns(RuntimeWarning, match=r"a checkpoint is still being written on rank.* after 0 s; training waits"):
         state, _ = fit_on(SlowDisk(), tmp_path, {}, timeout_s=0.03)

@@ -28,6 +28,7 @@ def test_an_interrupted_run_continues_bit_for_bit(strategy, tmp_path):
     assert equal_bits(fit(strategy, epochs=2, fit_options={"resume": tmp_path})[0], whole)
 
 
+@pytest.mark.long(quick=["data(4, compress=int8)"])
 @pytest.mark.parametrize("after", ["data(2)", "data(2, compress=sign)", "data(4, compress=int8)", "solo"])
 def test_another_plan_drops_it_with_a_warning(after, tmp_path):
     interrupted(tmp_path, "data(2, compress=int8)")
@@ -53,6 +54,7 @@ class Bag(nn.Module):
         return self.head(self.table(tokens))
 
 
+@pytest.mark.long(quick=["powersgd:1-pipeline(2) * ", "bf16-"])
 @pytest.mark.parametrize("inner", ["", "pipeline(2) * "])
 @pytest.mark.parametrize("code", ["bf16", "int8", "powersgd:1"])
 def test_rows_of_tables_with_sparse_gradients_are_summed_as_they_are(code, inner):

@@ -62,7 +62,7 @@ def load_plain(folder, build_optimizer, model=None):
     return model, optimizer
 
 
-@pytest.mark.long(quick=["zero(2, level=2)", "pipeline(2)"])
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("strategy", ["solo", *STRATEGIES])
 def test_a_plain_loop_continues_exactly(strategy, tmp_path):
     whole, _ = fit(strategy, epochs=2)
@@ -71,7 +71,7 @@ def test_a_plain_loop_continues_exactly(strategy, tmp_path):
     assert max_difference(continue_plainly(*load_plain(tmp_path / "plain", ADAMW)), whole) <= 1e-12
 
 
-@pytest.mark.long(quick=["adafactor", "stateless"])
+@pytest.mark.long(quick=["stateless"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_exported_in_the_layout_of_torch(name, tmp_path):
     build = OPTIMIZERS[name]

@@ -90,6 +90,7 @@ NAMED = {
 }  # fmt: skip
 
 
+@pytest.mark.long(quick=["delayed_grads.skipped", "extra.options.0.params"])
 @pytest.mark.parametrize("path", NAMED, ids=lambda path: ".".join(map(str, path)))
 def test_a_run_continues_from_the_checkpoint_before_one_with_a_forged_state(path, copied):
     value, reason = NAMED[path]

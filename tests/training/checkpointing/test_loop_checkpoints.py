@@ -70,7 +70,7 @@ def require_same_end(found, expected, num_losses):
             torch.testing.assert_close(found[2]["state"][index][key], value, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.long(quick=["data(2)-1", "tensor(2)-0"])
+@pytest.mark.long(quick=["tensor(2)-0"])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_loop_continues_from_its_checkpoint_under_any_plan(plan, first, tmp_path):
@@ -80,6 +80,7 @@ def test_a_loop_continues_from_its_checkpoint_under_any_plan(plan, first, tmp_pa
         require_same_end(train(other, 5, load=tmp_path, first=first), expected, 3)
 
 
+@pytest.mark.long(quick=["data(2, staleness=1)", "data(2, sync_every=2)", "server(2)"])
 @pytest.mark.parametrize("plan", ["easgd(2)", "data(2, sync_every=2)", "data(2, staleness=1)", "server(2)"])
 def test_a_loop_continues_with_what_only_its_plan_has(plan, tmp_path):
     expected = train(plan, 5, tmp_path, save_at=(3,))
@@ -136,6 +137,7 @@ def test_only_checkpoints_of_the_run_are_removed_and_another_run_is_refused(tmp_
         train("solo", 1, tmp_path, save_at=(1,))
 
 
+@pytest.mark.long(quick=["zero3(2)"])
 @pytest.mark.parametrize("plan", ["solo", "zero3(2)", "pipeline(2)"])
 def test_what_is_changed_between_load_and_the_first_step_is_kept(plan, tmp_path):
     """The weights of a layer, and the optimizer's state; either is the user's, as after torch's own loads."""

@@ -24,6 +24,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(quick=["vertical_sync"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 def test_a_run_that_stops_with_batches_in_flight_continues_as_if_it_had_flushed_where_all_stages_had_saved(
     case, tmp_path
@@ -36,6 +37,7 @@ def test_a_run_that_stops_with_batches_in_flight_continues_as_if_it_had_flushed_
     assert max(relative_difference(result[name], value) for name, value in expected.items()) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["stashing"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 def test_stages_that_save_independently_train_as_without_saving(case, tmp_path):
     expected, _ = streamed.train_reference(case)
@@ -43,6 +45,7 @@ def test_stages_that_save_independently_train_as_without_saving(case, tmp_path):
     assert max(relative_difference(result[name], value) for name, value in expected.items()) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["pipeline(3)"])
 @pytest.mark.parametrize("other", ["solo", "data(2)", "pipedream(2)", "pipeline(3)"])
 def test_another_plan_or_number_of_stages_continues_from_the_same_weights_and_states(other, tmp_path):
     """What all stages have saved has no weights of older versions in it, and nothing that is under way."""

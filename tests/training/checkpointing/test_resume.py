@@ -82,6 +82,7 @@ def test_every_optimizer_keeps_its_state(name, strategy, tmp_path):
     assert equal_bits(resumed(tmp_path, strategy, mlp, optimizer=optimizer)[0], whole)
 
 
+@pytest.mark.long(quick=["in a sequence"])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a sequence"])
 def test_milestones_still_stand_where_they_did_after_a_resume(together, tmp_path):
     """A checkpoint held their numbers as texts, so that the rate never dropped."""
@@ -131,6 +132,7 @@ def test_a_run_continues_under_another_plan(before, after, tmp_path):
     assert rest.losses == pytest.approx(history.losses[2:], rel=1e-12)
 
 
+@pytest.mark.long
 def test_after_an_interruption_the_model_has_the_weights_of_the_last_step():
     for strategy in ["solo", *STRATEGIES]:
         model = mlp()
@@ -159,6 +161,7 @@ def saved(tmp_path):
     return tmp_path / "run"
 
 
+@pytest.mark.long(quick=["options0-...", "options3-optimizer AdamW, this run has SGD"])
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -343,6 +346,7 @@ def test_a_dataset_is_the_same_if_its_samples_are_whatever_its_class_is(saved):
     assert equal_bits(result, whole)
 
 
+@pytest.mark.long(quick=["8-3-9-"])
 @pytest.mark.parametrize(("batch_size", "first", "num_steps", "reread"), [(8, 3, 9, ""), (18, 1, 5, ", and reads 6")])
 def test_on_request_a_run_continues_with_another_batch_size(batch_size, first, num_steps, reread, tmp_path):
     """Two steps of 12 samples are done; of 46 samples, 22 are left in batches of 8, or 28 in batches of 18."""
@@ -414,6 +418,7 @@ class Diverging(optim.SGD):
             self.param_groups[0]["params"][-1].data.view(-1)[-1] = float("nan")
 
 
+@pytest.mark.long(quick=["zero(2, level=3)"])
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)"])
 def test_weights_that_are_not_finite_are_never_saved(strategy, tmp_path):
     with pytest.raises(
