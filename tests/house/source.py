@@ -2,9 +2,11 @@
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "counterpoint"
@@ -17,6 +19,7 @@ PAGES = [
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
+Node = TypeVar("Node", bound=ast.AST)
 
 
 def name_of(path: Path) -> str:
@@ -29,17 +32,38 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Return everything in a file, in the order of :func:`ast.walk`."""
-    return tuple(ast.walk(parsed(path)))
+def nodes_by_type(path: Path) -> dict[type[ast.AST], list[ast.AST]]:
+    """Return everything in a file, read and walked once for all rules."""
+    found = defaultdict(list)
+    for node in ast.walk(parsed(path)):
+        found[type(node)].append(node)
+    return dict(found)
+
+
+def nodes(path: Path, *types: type[Node]) -> list[Node]:
+    """Return all nodes of some types in a file, type by type."""
+    found = nodes_by_type(path)
+    return [node for one in types for node in found.get(one, ()) if isinstance(node, one)]
 
 
 def functions(path: Path) -> list[Function]:
-    return [node for node in nodes(path) if isinstance(node, Function)]
+    return nodes(path, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def definitions(path: Path) -> list[Definition]:
-    return [node for node in nodes(path) if isinstance(node, Definition)]
+    return nodes(path, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def public_definitions(path: Path) -> Iterator[Definition]:
+    """Yield the definitions that other modules may use: not in a function, and no name on the way begins with ``_``."""
+    outer: list[ast.AST] = [parsed(path)]
+    for node in outer:  # it grows meanwhile
+        for inner in ast.iter_child_nodes(node):
+            if not isinstance(inner, Definition):
+                outer += [inner] if isinstance(inner, ast.stmt | ast.ExceptHandler | ast.match_case) else []
+            elif not inner.name.startswith("_"):
+                yield inner
+                outer += [inner] if isinstance(inner, ast.ClassDef) else []
 
 
 def num_lines(function: Function) -> int:
@@ -55,16 +79,6 @@ def code_lines(definition: Definition) -> int:
     return (definition.end_lineno or 0) - definition.lineno + 1 - docstring
 
 
-def inside_functions(path: Path) -> list[Definition]:
-    """Return the functions and classes that are defined inside functions."""
-    return [
-        node
-        for function in functions(path)
-        for node in ast.walk(function)
-        if isinstance(node, Definition) and node is not function
-    ]
-
-
 def dotted(node: ast.AST) -> str:
     """Return ``os.environ`` for the expression that reads it; empty for anything but names and dots."""
     match node:
@@ -76,16 +90,28 @@ def dotted(node: ast.AST) -> str:
             return ""
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield every module, and every name of a module, that a file imports anywhere in it."""
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """Return every name and dotted name that a file reads."""
+    return frozenset(dotted(node) for node in nodes(path, ast.Attribute, ast.Name))
 
 
-def words(identifier: str) -> list[str]:
-    """Return ``["ring", "all", "reduce"]`` for ring_all_reduce as for RingAllReduce."""
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Return every module, and every name of a module, that a file imports anywhere in it."""
+    modules = {alias.name for node in nodes(path, ast.Import) for alias in node.names}
+    return frozenset(
+        modules | {f"{node.module}.{alias.name}" for node in nodes(path, ast.ImportFrom) for alias in node.names}
+    )
+
+
+def strings(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the strings of a file, parts of f-strings among them, with their lines."""
+    yield from ((node.value, node.lineno) for node in nodes(path, ast.Constant) if isinstance(node.value, str))
+
+
+@cache
+def words(identifier: str) -> tuple[str, ...]:
+    """Return ``("ring", "all", "reduce")`` for ring_all_reduce as for RingAllReduce."""
     parts = re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", identifier)
-    return [part.lower() for part in parts if part]
+    return tuple(part.lower() for part in parts if part)

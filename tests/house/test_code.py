@@ -7,13 +7,13 @@ from tests.house.source import (
     SOURCE,
     TEST_FILES,
     code_lines,
-    definitions,
     dotted,
     functions,
-    inside_functions,
     name_of,
+    nodes,
     num_lines,
     parsed,
+    public_definitions,
 )
 
 NOT_THE_REAL_THING = {"mock", "Mock", "MagicMock", "patch", "sleep"}
@@ -38,37 +38,32 @@ def test_a_test_shows_one_behaviour():
 
 def test_a_test_uses_the_real_thing_and_does_not_sleep():
     """Fakes with behaviour of their own live in counterpoint.testing."""
-    result = [
-        f"{name_of(path)}:{node.lineno}"
-        for path in TEST_FILES
-        for node in ast.walk(parsed(path))
-        if (isinstance(node, ast.Name) and node.id in NOT_THE_REAL_THING)
-        or (isinstance(node, ast.Attribute) and node.attr in NOT_THE_REAL_THING)
-    ]
-    assert not result
+    names = [(path, node.lineno, node.id) for path in TEST_FILES for node in nodes(path, ast.Name)]
+    names += [(path, node.lineno, node.attr) for path in TEST_FILES for node in nodes(path, ast.Attribute)]
+    assert not [f"{name_of(path)}:{line}" for path, line, name in names if name in NOT_THE_REAL_THING]
 
 
-def asserts(function):
-    """Tell whether a function has an assert of its own, or expects an exception or a warning."""
-    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return any(isinstance(node, ast.Assert) for node in ast.walk(function)) or any(
+def asserts(parts):
+    """Tell whether a function of these nodes has an assert of its own, or expects an exception or a warning."""
+    calls = [node.func for node in parts if isinstance(node, ast.Call)]
+    return any(isinstance(node, ast.Assert) for node in parts) or any(
         isinstance(call, ast.Attribute) and call.attr in {"raises", "warns", "fail"} for call in calls
     )
 
 
-def called(function):
-    """Return the names that a function calls."""
-    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+def called(parts):
+    """Return the names that a function of these nodes calls."""
+    calls = [node.func for node in parts if isinstance(node, ast.Call)]
     return {call.id if isinstance(call, ast.Name) else call.attr for call in calls
             if isinstance(call, ast.Name | ast.Attribute)}  # fmt: skip
 
 
 def test_every_test_can_fail():
-    everything = [f for path in TEST_FILES for f in functions(path)]
-    checking = {f.name for f in everything if asserts(f)} | {"check", "golden"}
-    tests = [f for f in everything if f.name.startswith("test_")]
+    everything = [(f.name, list(ast.walk(f))) for path in TEST_FILES for f in functions(path)]
+    checking = {name for name, parts in everything if asserts(parts)} | {"check", "golden"}
+    tests = [(name, parts) for name, parts in everything if name.startswith("test_")]
     assert tests
-    assert not [f.name for f in tests if not asserts(f) and not called(f) & checking]
+    assert not [name for name, parts in tests if not asserts(parts) and not called(parts) & checking]
 
 
 def test_every_folder_is_a_package():
@@ -82,15 +77,6 @@ def test_a_package_says_why_it_exists():
 
 def test_a_module_says_what_it_is_for():
     assert not [name_of(path) for path in FILES if not ast.get_docstring(parsed(path))]
-
-
-def public_definitions(path):
-    """Yield the definitions that other modules may use: none of them, and no class around them, begins with ``_``."""
-    hidden = {id(node) for node in inside_functions(path)}
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.ClassDef) and node.name.startswith("_"):
-            hidden |= {id(inner) for inner in ast.walk(node)}
-    yield from (node for node in definitions(path) if id(node) not in hidden and not node.name.startswith("_"))
 
 
 def test_every_public_name_has_a_docstring():
@@ -117,9 +103,7 @@ def test_a_strategy_states_its_cost_and_its_source():
 
 def test_an_interpreter_names_every_instruction():
     """``case _`` would hide the next instruction from the type checker."""
-    cases = [
-        (path, node) for path in INTERPRETERS for node in ast.walk(parsed(path)) if isinstance(node, ast.match_case)
-    ]
+    cases = [(path, node) for path in INTERPRETERS for node in nodes(path, ast.match_case)]
     assert not [
         f"{name_of(path)}:{case.pattern.lineno}"
         for path, case in cases
@@ -140,15 +124,15 @@ def only_declares(node):
 
 def is_empty(node):
     """Tell whether the last statement of a function is ``...`` or its own docstring."""
-    last = node.body[-1] if isinstance(node, ast.FunctionDef) else None
+    last = node.body[-1]
     return isinstance(last, ast.Expr) and isinstance(last.value, ast.Constant)
 
 
 def test_every_function_has_been_written():
     empty = []
     for path in FILES:
-        nodes = list(ast.walk(parsed(path)))
-        declared = {id(inner) for node in nodes if only_declares(node) for inner in ast.walk(node)}
-        undeclared = [node for node in nodes if is_empty(node) and id(node) not in declared]
+        declaring = [node for node in nodes(path, ast.ClassDef, ast.FunctionDef) if only_declares(node)]
+        declared = {id(inner) for node in declaring for inner in ast.walk(node)}
+        undeclared = [node for node in nodes(path, ast.FunctionDef) if is_empty(node) and id(node) not in declared]
         empty += [f"{name_of(path)}: {ast.unparse(node)}" for node in undeclared]
     assert not empty

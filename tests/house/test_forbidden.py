@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.house.source import FILES, SOURCE, dotted, imports, name_of, nodes
+from tests.house.source import FILES, SOURCE, dotted, imports, name_of, names_in, nodes
 
 PICKLES = {
     "pickle", "_pickle", "cPickle", "pickletools", "cloudpickle", "dill", "joblib", "marshal", "shelve", "copyreg",
@@ -77,11 +77,6 @@ def package_of(path):
     return path.relative_to(SOURCE).parts[0]
 
 
-def names_in(path):
-    """Return every name and dotted name that a file reads."""
-    return {dotted(node) for node in nodes(path) if isinstance(node, ast.Attribute | ast.Name)}
-
-
 def swallows(handler):
     """Tell whether a handler catches everything: by no name at all, or by naming the root and doing nothing."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
@@ -90,14 +85,14 @@ def swallows(handler):
 
 
 def test_no_error_is_swallowed():
-    handlers = [(path, node) for path in FILES for node in nodes(path) if isinstance(node, ast.ExceptHandler)]
+    handlers = [(path, node) for path in FILES for node in nodes(path, ast.ExceptHandler)]
     assert not [f"{name_of(path)}:{handler.lineno}" for path, handler in handlers if swallows(handler)]
 
 
 def test_nothing_is_pickled():
     pickling = []
     for path in FILES:
-        used = set(imports(path))
+        used = imports(path)
         pickling += [f"{name_of(path)}: {name}" for name in used if name.split(".")[0] in PICKLES]
         loads = {"torch.save", "torch.load", "torch.serialization"} | PICKLE_READERS
         if name_of(path) == EXPORT:  # decision 77: for other programs, and never read
@@ -114,15 +109,17 @@ def test_nothing_is_pickled():
 
 def keywords_in(path):
     """Return every keyword of a call that is given a constant, with its value."""
-    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
     return {
-        (word.arg, word.value.value) for call in calls for word in call.keywords if isinstance(word.value, ast.Constant)
+        (word.arg, word.value.value)
+        for call in nodes(path, ast.Call)
+        for word in call.keywords
+        if isinstance(word.value, ast.Constant)
     }
 
 
 def own_names(path):
     """Return the names that a file imports from somewhere, or defines."""
-    defined = {node.name for node in nodes(path) if isinstance(node, ast.FunctionDef)}
+    defined = {node.name for node in nodes(path, ast.FunctionDef)}
     return defined | {name.rpartition(".")[2] for name in imports(path)}
 
 
@@ -130,10 +127,10 @@ def test_no_text_becomes_code():
     """``compile`` of counterpoint and methods such as ``model.eval()`` are other functions."""
     found = []
     for path in FILES:
-        called = {dotted(node.func) for node in nodes(path) if isinstance(node, ast.Call)}
+        called = {dotted(node.func) for node in nodes(path, ast.Call)}
         builtin = (called & CODE_FROM_TEXT) - own_names(path) if called & CODE_FROM_TEXT else set()
         found += [f"{name_of(path)}: {name}" for name in builtin | (called & {f"builtins.{n}" for n in CODE_FROM_TEXT})]
-        shells = (names_in(path) | set(imports(path))) & (SHELLS | UNSAFE_YAML)
+        shells = (names_in(path) | imports(path)) & (SHELLS | UNSAFE_YAML)
         wrong = keywords_in(path) & {("shell", True), ("allow_pickle", True), ("weights_only", False)}
         found += [f"{name_of(path)}: {name}" for name in (*shells, *wrong)]
     assert not found
@@ -145,8 +142,8 @@ def imports_by_name(path):
     harmless = {name for name in modules if any(f"{name}.".startswith(f"{one}.") for one in HARMLESS_IMPORTERS)}
     getters = [
         node
-        for node in nodes(path)
-        if isinstance(node, ast.Call) and dotted(node.func) in {"attrgetter", "operator.attrgetter"}
+        for node in nodes(path, ast.Call)
+        if dotted(node.func) in {"attrgetter", "operator.attrgetter"}
         and not all(isinstance(one, ast.Constant) for one in node.args)
     ]  # fmt: skip
     return bool(modules - harmless or getters)
@@ -158,8 +155,7 @@ def test_only_listed_files_import_by_name():
 
 def reads_files(path):
     """Tell whether a file reads others with methods of ``Path``, which wait for pipes and follow links."""
-    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
-    methods = [(call.func.attr, call.args) for call in calls if isinstance(call.func, ast.Attribute)]
+    methods = [(call.func.attr, call.args) for call in nodes(path, ast.Call) if isinstance(call.func, ast.Attribute)]
     return any(
         name in {"read_text", "read_bytes"} or (name == "open" and args and ast.unparse(args[0]) in {"'r'", "'rb'"})
         for name, args in methods
@@ -174,8 +170,7 @@ def test_files_that_may_come_from_elsewhere_are_opened_in_one_place():
 
 def writes_files(path):
     """Tell whether a file opens others for writing, which may be links, or fail in the middle."""
-    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
-    methods = [(call.func.attr, call.args) for call in calls if isinstance(call.func, ast.Attribute)]
+    methods = [(call.func.attr, call.args) for call in nodes(path, ast.Call) if isinstance(call.func, ast.Attribute)]
     return "os.O_CREAT" in names_in(path) or any(
         name in {"write_text", "write_bytes"}
         or (name == "open" and args and ast.unparse(args[0])[1:2] in {"w", "a", "x"} and ast.unparse(args[0])[0] == "'")
@@ -191,7 +186,7 @@ def test_files_are_written_in_one_place():
 
 def test_only_launchers_read_the_environment():
     outside = [path for path in FILES if package_of(path) != "launchers"]
-    assert not [name_of(path) for path in outside if (names_in(path) | set(imports(path))) & ENVIRONMENT]
+    assert not [name_of(path) for path in outside if (names_in(path) | imports(path)) & ENVIRONMENT]
 
 
 def test_only_one_file_knows_torch_cuda():
