@@ -6,6 +6,7 @@
 #include "embedding_bag.h"
 #include "unique.h"
 #include "collectives.h"
+#include "copies.h"
 #include "cross_entropy.h"
 #include "linear.h"
 #include "magnitudes.h"
@@ -169,9 +170,13 @@ CP_API void cp_reduce(void* const* outs, int32_t num_outs, const void* const* in
 }
 
 CP_API void cp_optimizer_step(const cp::OptimizerStep* step) { cp::optimizer_step(*step); }
-CP_API void cp_find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors, uint32_t dtype,
-                               int32_t max_threads, double* largest) {
-  cp::find_magnitudes(tensors, counts, num_tensors, static_cast<cp::Dtype>(dtype), max_threads, largest);
+CP_API void cp_copy_tensors(const void* const* tensors, const uint64_t* counts, const uint64_t* starts,
+                            uint64_t num_tensors, uint64_t element_size, void* into) {
+  cp::copy_tensors(tensors, counts, starts, num_tensors, element_size, into);
+}
+CP_API double cp_find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors,
+                                 uint32_t dtype, int32_t max_threads, double* largest) {
+  return cp::find_magnitudes(tensors, counts, num_tensors, static_cast<cp::Dtype>(dtype), max_threads, largest);
 }
 CP_API int32_t cp_linear(const cp::LinearArgs* layer) { return cp::linear(*layer); }
 CP_API int32_t cp_cross_entropy(const cp::CrossEntropyArgs* given, cp::LossSum* lost) {

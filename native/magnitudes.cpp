@@ -48,6 +48,7 @@ double from_bits(uint64_t bits, Dtype dtype) {
 // Returns the largest bits of one tensor, read by several threads if it is large.
 uint64_t largest_bits(LargestBits read, const void* data, size_t count, size_t element_size, int32_t max_threads) {
   size_t num_threads = std::max<size_t>(std::min<size_t>(max_threads, count / ELEMENTS_PER_THREAD), 1);
+  if (num_threads == 1) return read(data, 0, count, element_size);
   std::vector<uint64_t> largest(num_threads, 0);
   std::vector<std::thread> threads;
   auto read_part = [&, read](size_t part, size_t stop_part) {
@@ -70,11 +71,16 @@ uint64_t largest_bits(LargestBits read, const void* data, size_t count, size_t e
 
 }  // namespace
 
-void find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors, Dtype dtype,
-                     int32_t max_threads, double* largest) {
+double find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors, Dtype dtype,
+                       int32_t max_threads, double* largest) {
   static const LargestBits read = choose();
-  for (uint64_t k = 0; k < num_tensors; k++)
-    largest[k] = from_bits(largest_bits(read, tensors[k], counts[k], size_of(dtype), max_threads), dtype);
+  uint64_t largest_of_all = 0;
+  for (uint64_t k = 0; k < num_tensors; k++) {
+    uint64_t bits = largest_bits(read, tensors[k], counts[k], size_of(dtype), max_threads);
+    largest[k] = from_bits(bits, dtype);
+    largest_of_all = std::max(largest_of_all, bits);
+  }
+  return from_bits(largest_of_all, dtype);
 }
 
 }  // namespace cp

@@ -8,8 +8,8 @@
 namespace cp {
 
 // largest[k] = max |x| over the elements of tensor k: 0 without elements, infinity or NaN if one is not finite.
-// All tensors have one dtype of floating-point numbers and are contiguous. Large ones are read by at most `max_threads`.
-void find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors, Dtype dtype,
-                     int32_t max_threads, double* largest);
+// Returns that of all tensors. All tensors have one dtype of floating-point numbers and are contiguous. Large ones are read by at most `max_threads`.
+double find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors, Dtype dtype,
+                       int32_t max_threads, double* largest);
 
 }  // namespace cp

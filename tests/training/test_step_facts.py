@@ -9,7 +9,7 @@ from torch import nn, optim
 from counterpoint.errors import DataError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.runtime.microbatches import SlicedBatch
-from counterpoint.training.step_facts import StepFacts
+from counterpoint.training.step_facts import StepFacts, digest_values
 
 X = torch.arange(24.0).view(12, 2)
 Y = torch.arange(12)
@@ -165,3 +165,8 @@ def test_the_digest_does_not_change_the_batch_and_reads_any_dtype():
         assert compare(one, other) == ""
         other.batch = (X.to(dtype).logical_not().to(dtype), Y)
         assert compare(one, other)
+
+
+def test_of_a_tensor_with_gaps_the_first_sample_is_read():
+    rows = torch.arange(24.0).view(2, 12)
+    assert digest_values(rows.t()) == digest_values(torch.tensor([[0.0, 12.0]]))

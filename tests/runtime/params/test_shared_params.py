@@ -100,6 +100,27 @@ def test_shared_memory_does_not_change_results(optimizer, clip_norm, num_microba
     assert torch.allclose(shared, separate, rtol=1e-12, atol=1e-14)
 
 
+def train_small(groups, **options):
+    """Return the weights of a model of small layers, whose option groups may have another order than its parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)).double()
+    params = [*model.parameters()]
+    optimizer = optim.SGD([{"params": params[start::groups]} for start in range(groups)], lr=0.1)
+    with build_local_ranks(PLAN, model=model, optimizer=optimizer, num_microbatches=2, **options) as local_ranks:
+        for number in range(2):
+            local_ranks.step(number, make_batch(local_ranks.global_num_microbatches))
+        local_ranks.export_weights()
+        return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_small_gradients_are_copied_from_where_their_check_has_found_them(groups, monkeypatch):
+    expected, copies = train_small(groups, check_finite="loss"), []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *pairs: copies.append(pairs))
+    assert torch.equal(train_small(groups), expected)
+    assert not copies
+
+
 def test_a_skipped_step_changes_nothing():
     with build_local_ranks(PLAN, nonfinite="skip") as local_ranks:
         bad_batch = make_batch(local_ranks.global_num_microbatches)

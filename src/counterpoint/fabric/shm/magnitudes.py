@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import byref, c_double, c_uint64, c_void_p
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +13,10 @@ import torch
 from torch import Tensor
 
 from counterpoint.fabric.shm.native import DTYPES, native
-
-Addresses: TypeAlias = Any
-"""A ctypes array of the addresses of tensors."""
-
-Counts: TypeAlias = Any
-"""A ctypes array of their numbers of elements."""
+from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, make_counts, read_addresses
 
 DTYPE_OF, IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
-
-
-def read_addresses(tensors: Sequence[Tensor]) -> Addresses:
-    """Return where contiguous tensors are."""
-    # ctypes converts numbers one by one, and takes longer for it than torch to tell them
-    return (c_void_p * len(tensors)).from_buffer(array("Q", [*map(Tensor.data_ptr, tensors)]))
-
-
-def make_counts(numbers: Iterable[int]) -> Counts:
-    """Return numbers as the native library reads them."""
-    numbers = array("Q", [*numbers])
-    return (c_uint64 * len(numbers)).from_buffer(numbers)
 
 
 def find_magnitudes(tensors: Sequence[Tensor]) -> npt.NDArray[np.float64]:
@@ -59,6 +41,8 @@ class MagnitudeReader:
 
     Attributes:
         counts: the numbers of elements.
+        largest_number: of the dtype.
+        largest: of each tensor of the last reading the largest magnitude.
     """
 
     def __init__(self, examples: Sequence[Tensor]) -> None:
@@ -66,14 +50,15 @@ class MagnitudeReader:
         self.is_native = library is not None and len(dtypes) == 1 and dtypes <= FLOATS and all(map(IS_CPU, examples))
         self.dtype = next(iter(dtypes)) if self.is_native else torch.float32
         self._call: Any = getattr(library, "cp_find_magnitudes", None)
-        self._largest = np.empty(len(examples))
+        self.largest_number = torch.finfo(self.dtype).max
+        self.largest: npt.NDArray[np.float64] = np.empty(len(examples))
         self.counts: Counts = make_counts(map(Tensor.numel, examples))
         self._rest = (
             self.counts,
             c_uint64(len(examples)),
             DTYPES[self.dtype],
             torch.get_num_threads(),
-            c_void_p(self._largest.ctypes.data),
+            c_void_p(self.largest.ctypes.data),
         )
 
     def collect(self, tensors: Sequence[Tensor]) -> Addresses | None:
@@ -82,24 +67,23 @@ class MagnitudeReader:
             return None
         return read_addresses(tensors)
 
-    def read_at(self, addresses: Addresses) -> npt.NDArray[np.float64]:
-        """Return the largest magnitudes of what is at addresses; valid until the next call."""
-        self._call(addresses, *self._rest)
-        return self._largest
+    def read_at(self, addresses: Addresses) -> float:
+        """Return the largest magnitude of all that is at addresses; ``largest`` has that of each tensor."""
+        return float(self._call(addresses, *self._rest))
 
     def read(self, tensors: Sequence[Tensor]) -> npt.NDArray[np.float64]:
         """Return the largest magnitude of each tensor; valid until the next call."""
         addresses = self.collect(tensors)
         if addresses is None:
             return np.array([float(magnitude_tensor(tensor)) for tensor in tensors])
-        return self.read_at(addresses)
+        self.read_at(addresses)
+        return self.largest
 
     def read_one(self, tensor: Tensor) -> float:
         """Return the largest magnitude of a tensor like the only example."""
         if not self.is_native or not tensor.is_contiguous():
             return float(magnitude_tensor(tensor))
-        self._call(byref(c_void_p(tensor.data_ptr())), *self._rest)
-        return self._largest.item(0)
+        return float(self._call(byref(c_void_p(tensor.data_ptr())), *self._rest))
 
 
 class FactorReader:

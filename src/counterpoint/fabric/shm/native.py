@@ -237,7 +237,8 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
         (POINTER(c_void_p), c_int32, POINTER(c_void_p), c_int32, c_uint64, c_uint32, c_uint32, c_double),
     ),
     "cp_optimizer_step": (None, (POINTER(OptimizerStep),)),
-    "cp_find_magnitudes": (None, None),  # without argument types the call is faster
+    "cp_copy_tensors": (None, None),  # without argument types the call is faster
+    "cp_find_magnitudes": (c_double, None),  # as above
     "cp_linear": (c_int32, (POINTER(LinearArgs),)),
     "cp_cross_entropy": (c_int32, (POINTER(CrossEntropyArgs), POINTER(LossSum))),
     "cp_cross_entropy_backward": (None, (POINTER(CrossEntropyArgs),)),

@@ -20,8 +20,8 @@ from torch import Tensor, optim
 from torch.autograd.graph import increment_version
 
 from counterpoint.errors import PlanError
-from counterpoint.fabric.shm.magnitudes import Addresses, Counts, make_counts, read_addresses
 from counterpoint.fabric.shm.native import DTYPES, OptimizerStep, native
+from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, make_counts, read_addresses
 from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.grad_check import CollectedGrads
 from counterpoint.runtime.params.sparse_grads import add_rows
@@ -90,7 +90,7 @@ def fused_update(
             if sources
             else {}
         )
-        is_collected = collected is not None and are_same(options["params"], [*collected.params.values()])
+        is_collected = collected is not None and collected.are_of(options["params"])
         tensors = (
             options["params"]
             if is_collected
@@ -217,11 +217,6 @@ def update_tensors(
 def own_grads(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors' own gradients; all must have one."""
     return [*map(GRAD_OF, tensors)]
-
-
-def are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether these are the same objects, in one order."""
-    return [*map(id, tensors)] == [*map(id, others)]
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,13 @@ from torch import Tensor, nn
 
 from counterpoint.device.accelerator import Accelerator, HostCopy
 from counterpoint.fabric.shm.magnitudes import (
-    Addresses,
-    Counts,
     FactorReader,
     MagnitudeReader,
     find_magnitude,
     find_magnitudes,
     magnitude_tensor,
 )
+from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, copy_at
 
 GRAD_OF, DTYPE_OF, IS_CPU = attrgetter("grad"), attrgetter("dtype"), attrgetter("is_cpu")
 ROUNDING_MARGIN = 0.5
@@ -146,6 +145,14 @@ class CollectedGrads(NamedTuple):
     addresses: Addresses
     counts: Counts
 
+    def are_of(self, params: Iterable[Tensor]) -> bool:
+        """Return whether these parameters, in this order, are those with the gradients."""
+        return [*map(id, params)] == [*map(id, self.params.values())]
+
+    def copy_to(self, into: Tensor, starts: Counts) -> None:
+        """Copy the gradients into a contiguous tensor of their dtype, each to where it starts there."""
+        copy_at(self.addresses, self.counts, starts, into)
+
 
 class GradCheck:
     """Finds gradients of a rank that are not finite, with their microbatch and parameter.
@@ -220,12 +227,13 @@ class GradCheck:
         ]
         part = group.without(tuple(checked))
         grads = [*map(GRAD_OF, part.params.values())]
-        has_all = bool(grads) and not any(grad is None for grad in grads)
+        has_all = bool(grads) and type(None) not in {*map(type, grads)}
         addresses = part.reader.collect(grads) if has_all else None
         if addresses is None:
             self.check_params(part.params)
             return
-        self._record(self.micro, part.params, part.reader.read_at(addresses), torch.finfo(part.reader.dtype).max)
+        share = part.reader.read_at(addresses) / part.reader.largest_number
+        self._record(self.micro, part.params, share, part.reader.largest)
         if part is group:
             self.collected = CollectedGrads(params, grads, addresses, part.reader.counts)
 
@@ -264,7 +272,7 @@ class GradCheck:
             magnitudes = torch.stack([magnitude_tensor(grad) for grad in grads]).double()
             self._on_device.append(DeviceMagnitudes(self.micro, list(names), magnitudes, largest_number))
             return
-        self._record(self.micro, names, find_magnitudes(grads), largest_number)
+        self._record_magnitudes(self.micro, names, find_magnitudes(grads), largest_number)
 
     def check_rows(self, name: str, values: Tensor, num_rows: int) -> None:
         """Check the values that are added to rows of a table's gradient, each to any of the rows.
@@ -278,7 +286,7 @@ class GradCheck:
             self.check((name,), (values,))
             return
         magnitude, largest_number = find_magnitude(values), torch.finfo(values.dtype).max
-        self._record(self.micro, (name,), np.array([magnitude]), largest_number)
+        self._record_magnitudes(self.micro, (name,), np.array([magnitude]), largest_number)
         if math.isfinite(magnitude):  # all of them may be added to one row, after others
             self._shares[self.micro] += magnitude * num_rows / largest_number
 
@@ -321,11 +329,13 @@ class GradCheck:
         if self.micro is not None:
             self._checked[name] = _version_of(grad)
 
-    def _record(
+    def _record_magnitudes(
         self, micro: int, names: Collection[str], magnitudes: npt.NDArray[np.float64], largest_number: float
     ) -> None:
-        share = float(magnitudes.max()) / largest_number
-        if math.isfinite(share):
+        self._record(micro, names, float(magnitudes.max()) / largest_number, magnitudes)
+
+    def _record(self, micro: int, names: Collection[str], share: float, magnitudes: npt.NDArray[np.float64]) -> None:
+        if share < math.inf:  # false for nan, too
             self._shares[micro] = max(self._shares.get(micro, 0.0), share)
         else:
             first = int(np.flatnonzero(~np.isfinite(magnitudes))[0])
@@ -343,7 +353,7 @@ class GradCheck:
         copy = self._copy if self._copy is not None else self.start_copy_to_host()
         found, self._on_device, self._copy = self._on_device, [], None
         for one, values in _split_by_check(found, copy):
-            self._record(one.micro, one.names, values.numpy(), one.largest_number)
+            self._record_magnitudes(one.micro, one.names, values.numpy(), one.largest_number)
         share = sum(self._shares.pop(micro) for micro in sorted(self._shares) if micro in scope) * self.share_factor
         nonfinite = sorted(micro for micro in self._nonfinite if micro in scope)
         names = [self._nonfinite.pop(micro) for micro in nonfinite]

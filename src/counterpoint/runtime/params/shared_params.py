@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.fabric.reductions import reduce_in_order
+from counterpoint.fabric.shm.tensor_addresses import Counts, make_counts
 from counterpoint.program.instruction import Collective
 from counterpoint.rpc.segments import discard_shared_pages
 from counterpoint.runtime.params.flat_grads import GradRange, GradStorage, is_large_matrix
@@ -350,10 +351,10 @@ class SharedGrads(GradStorage):
         self._sparse_sums: dict[str, Tensor] = {}
         self._large_slots = [slot for slot in layout.slots if not is_small(slot, layout)]
         small_slots = [slot for slot in layout.slots if is_small(slot, layout)]
-        self._small_names = frozenset(slot.name for slot in small_slots)
-        self._small_params = [
-            (params[slot.name], self.local_grad[slot.start : slot.stop].view(slot.shape)) for slot in small_slots
-        ]
+        self._small_params = {slot.name: params[slot.name] for slot in small_slots}
+        self._small_starts = {slot.name: slot.start for slot in small_slots}
+        self._small_targets = [self.local_grad[slot.start : slot.stop].view(slot.shape) for slot in small_slots]
+        self._collected_starts: tuple[Mapping[str, nn.Parameter], Counts | None] = ({}, None)  # of the last step
         self._hooks = [
             _register_hook(params[slot.name], SharedGradHook(self.collect, slot)) for slot in self._large_slots
         ]
@@ -399,17 +400,41 @@ class SharedGrads(GradStorage):
 
     def collect_all(self) -> None:
         """Move all gradients on parameters here: small ones in one call, unless one is missing, sparse or not new."""
-        grads, slots = [param.grad for param, _ in self._small_params], self.layout.slots
-        has_all = bool(grads) and not any(grad is None or grad.is_sparse for grad in grads)
-        if has_all and self.filled_names.isdisjoint(self._small_names):
-            torch._foreach_copy_([target for _, target in self._small_params], grads)  # type: ignore[arg-type]
-            for param, _ in self._small_params:
+        slots: Sequence[ParamSlot] = self.layout.slots
+        if self.filled_names.isdisjoint(self._small_params) and self._copy_small_grads():
+            for param in self._small_params.values():
                 param.grad = None
             for names in (self.filled_names, self.names_with_grad, self.embedding_grads.dirty):
-                names.update(self._small_names)
-            slots = tuple(self._large_slots)
+                names.update(self._small_params)
+            slots = self._large_slots
         for slot in slots:
             self.collect(slot)
+
+    def _copy_small_grads(self) -> bool:
+        """Copy all small gradients together; return False if one is missing or sparse, and copy none."""
+        collected = self.grad_check.collected
+        starts = None if collected is None else self._find_starts(collected.params)
+        if collected is not None and starts is not None:
+            collected.copy_to(self.local_grad, starts)
+            self.grad_check.drop_collected()  # whose memory the next step needs
+            return True
+        grads = [param.grad for param in self._small_params.values()]
+        if not grads or any(grad is None or grad.is_sparse for grad in grads):
+            return False
+        torch._foreach_copy_(self._small_targets, grads)  # type: ignore[arg-type]
+        return True
+
+    def _find_starts(self, params: Mapping[str, nn.Parameter]) -> Counts | None:
+        """Return where the gradients of parameters start here; None unless they are the small ones."""
+        if self._collected_starts[0] is not params:
+            is_same = params.keys() == self._small_params.keys() and all(
+                params[name] is param for name, param in self._small_params.items()
+            )
+            self._collected_starts = (
+                params,
+                make_counts(self._small_starts[name] for name in params) if is_same else None,
+            )
+        return self._collected_starts[1]
 
     def start_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
         """Complete the own gradient, for the others to read after a barrier."""
