@@ -96,11 +96,16 @@ STATE_PROCESSES = (
 )
 
 
-def count_in_place_changes(values: Any) -> int:  # noqa: ANN401 - any nest of tensors
-    """Return how often the tensors of a nest were changed in place."""
-    if isinstance(values, Tensor):
-        return values._version  # noqa: SLF001 - as torch counts changes
-    return sum(leaf._version for leaf in tree_leaves(values) if isinstance(leaf, Tensor))  # noqa: SLF001 - as above
+def count_in_place_changes(*nests: Any) -> int:  # noqa: ANN401 - any nests of tensors
+    """Return how often the tensors of nests were changed in place."""
+    return sum(leaf._version for nest in nests for leaf in tensor_leaves(nest))  # noqa: SLF001 - as torch counts changes
+
+
+def tensor_leaves(values: Any) -> list[Tensor]:  # noqa: ANN401 - any nest of tensors
+    """Return the tensors of a nest; if it is a tensor itself, without torch's walk, which takes 20 us."""
+    return (
+        [values] if isinstance(values, Tensor) else [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    )
 
 
 class LossValue(NamedTuple):
@@ -209,7 +214,7 @@ class LossCheck:
         """
         if self.next_step == math.inf:
             return step >= self.next_state_step
-        leaves = () if weight is not None else (leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
+        leaves = () if weight is not None else tensor_leaves(targets)
         has_new_values = self.new_values.find(leaves, num_samples)
         return has_new_values or step >= min(self.next_step, self.next_state_step) or step == self.last_step
 

@@ -48,11 +48,10 @@ class NewValues:
             return False
         found = False
         for index, tensor in enumerate(tensors):
-            if not tensor.is_cpu or tensor.is_complex() or not tensor.dim() or len(tensor) != num_samples:
+            shape = tensor.shape
+            if not shape or shape[0] != num_samples or 0 in shape or not tensor.is_cpu or tensor.is_complex():
                 continue
-            if not tensor.numel():
-                continue
-            low, high = map(float, torch.aminmax(tensor.detach()))
+            low, high = map(Tensor.item, torch.aminmax(tensor.detach()))
             self._extend_range(index, low, high)
             for value in [value for position, value in self.pending if position == index]:
                 found |= self._is_uneven((index, value), tensor)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Protocol, cast
 from zlib import crc32
 
@@ -38,6 +39,7 @@ CHANGE_EQUALLY = (
 )
 NUM_COMPARED = 16
 """Values of each tensor of a batch that are compared in a step."""
+TRAINING_OF = itemgetter("training")
 DIGEST_BITS = 52  # of which a float64 has all
 NAN = -0.4142
 """In place of numbers that are not equal to themselves, whose hash is that of an object."""
@@ -139,39 +141,43 @@ class PlainAttributes:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         kinds = (bool, int, float, str, type(None))
-        self.entries = [
+        entries = [
             (f"{path}.{key}".lstrip(".") + f" of {what}", vars(module), key)
             for what, root in modules.items()
             for path, module in root.named_modules()
             for key, value in plain_attributes(module)
             if isinstance(value, kinds)
         ]
+        self.names = [name for name, _, _ in entries]
+        self.holders = [attributes for _, attributes, _ in entries]
+        self.keys = [key for _, _, key in entries]
         self.first = self.read()
         self.before = self.first
 
     def read(self) -> list[object]:
         """Return the present values."""
-        return [attributes.get(key) for _, attributes, key in self.entries]
+        return [*map(dict.get, self.holders, self.keys)]
 
     def find_changes(self) -> Iterator[int]:
         """Yield a digest of each attribute that has another value than at first."""
         self.before = self.read()
         if self.before != self.first:
-            for (name, _, _), first, value in zip(self.entries, self.first, self.before, strict=True):
+            for name, first, value in zip(self.names, self.first, self.before, strict=True):
                 if value != first:
                     yield crc32(f"{name}={value!r}".encode())
 
     def describe(self) -> list[list[str]]:
         """Return the attributes by name."""
-        pairs = zip(self.entries, self.before, strict=True)
-        return [[name, describe_value(value)] for (name, _, _), value in pairs]
+        return [[name, describe_value(value)] for name, value in zip(self.names, self.before, strict=True)]
 
     def end_step(self) -> None:
         """Leave out what has changed since :meth:`find_changes`."""
         after = self.read()
         if after != self.before:
             kept = [index for index, value in enumerate(after) if value == self.before[index]]
-            self.entries = [self.entries[index] for index in kept]
+            self.names = [self.names[index] for index in kept]
+            self.holders = [self.holders[index] for index in kept]
+            self.keys = [self.keys[index] for index in kept]
             self.first, self.before = ([values[index] for index in kept] for values in (self.first, self.before))
 
 
@@ -199,7 +205,7 @@ class ModuleModes:
         """Return the modes in which the next step runs the modules."""
         flags: list[bool] = []
         for root, attributes, first in self.roots:
-            flags += [module["training"] for module in attributes] if root.training else first
+            flags += map(TRAINING_OF, attributes) if root.training else first
         return flags
 
     def find_changes(self) -> Iterator[int]:
@@ -293,9 +299,10 @@ def digest_values(tensor: Tensor) -> int:
     """Return a digest of some values of a tensor, evenly spaced; 0 on a device, where reading would wait for it."""
     if not tensor.is_cpu or not tensor.numel() or tensor.layout != torch.strided:
         return 0
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor[:1].reshape(-1)
-    some = flat[:: math.ceil(len(flat) / NUM_COMPARED)].tolist()
-    return hash(tuple(NAN if value != value else value for value in some)) & 0xFFFFFFFF
+    part = tensor if tensor.is_contiguous() else tensor[:1].contiguous()
+    stride = math.ceil(part.numel() / NUM_COMPARED)
+    some = part.as_strided((math.ceil(part.numel() / stride),), (stride,)).tolist()
+    return hash(tuple([NAN if value != value else value for value in some])) & 0xFFFFFFFF
 
 
 def describe_batch(batch: MicrobatchSource) -> list[list[str]]:

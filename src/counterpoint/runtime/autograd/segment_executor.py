@@ -547,7 +547,7 @@ class SegmentExecutor:
         with self.autocast(micro):
             self.rng.begin_loss(seeds=self.model.uses_rng)
             loss_function = self.loss_function()
-            version = 0 if self.loss_check is None else count_in_place_changes((output, targets))
+            version = 0 if self.loss_check is None else count_in_place_changes(output, targets)
             loss, loss_weight, parts = compute_mean_loss(
                 loss_function,
                 output,
@@ -561,7 +561,7 @@ class SegmentExecutor:
             if (
                 self.loss_check is not None
                 and torch.is_grad_enabled()
-                and count_in_place_changes((output, targets)) == version  # or it cannot be computed again
+                and count_in_place_changes(output, targets) == version  # or it cannot be computed again
             ):
                 step = self.step_and_micro(micro)[0]
                 if is_whole and model.num_loss_calls > 1:
