@@ -78,11 +78,11 @@ def _find_dependence(
 ) -> float:
     """Return by how much outputs depend on other samples, relative to the largest one; 0 if that is unknown."""
     batch = partial(_resize_batch, inputs, 0, cuts_lists=cuts_lists)
-    half = max(num_samples(inputs), 2) // 2
+    batch_size = max(num_samples(inputs), 2)
     with preserve_state(model, training=False):
         try:
-            outputs = _run_model(model, batch(2 * half))
-            error = _find_dependence_in_mode(model, batch, half)
+            outputs = _run_model(model, batch(batch_size))
+            error = _find_dependence_in_mode(model, batch, batch_size)
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             if num_samples(inputs) > 1 or read_batch is None:
                 return 0.0
@@ -92,29 +92,30 @@ def _find_dependence(
     with suppress(Exception), _training_without_draws(model):  # training raises it again, with its location
         reads = HostReadDetector()
         with reads:
-            trained = _run_model(model, batch(2 * half))
+            trained = _run_model(model, batch(batch_size))
         is_other = len(trained) != len(outputs) or not all(map(torch.equal, trained, outputs))
-        return _find_dependence_in_mode(model, batch, half) if is_other or reads.has_read else 0.0
+        return _find_dependence_in_mode(model, batch, batch_size) if is_other or reads.has_read else 0.0
     return 0.0
 
 
-def _find_dependence_in_mode(model: nn.Module, batch: Callable[[int], Inputs], half: int) -> float:
+def _find_dependence_in_mode(model: nn.Module, batch: Callable[[int], Inputs], batch_size: int) -> float:
     """Return what ``_find_dependence`` does, for the mode that the model is in.
 
     Args:
         model: to run.
         batch: returns copies of that many samples.
-        half: of the samples of a microbatch.
+        batch_size: samples of a microbatch, two or more.
     """
+    half = batch_size // 2
     rng_state, reads = torch.get_rng_state(), HostReadDetector()
     with reads:
         first = _run_model(model, batch(half))
     draws = not torch.equal(torch.get_rng_state(), rng_state)  # seen here, since calls of modules may set the state
-    full, again = (_run_model(model, batch(2 * half)) for _ in range(2))
+    full, again = (_run_model(model, batch(batch_size)) for _ in range(2))
     draws = draws or not torch.equal(torch.get_rng_state(), rng_state)
     if draws or not all(map(torch.equal, full, again)):  # the latter with a generator of its own
         return 0.0
-    error = _largest_error(full, first, half, 2 * half)
+    error = _largest_error(full, first, half, batch_size)
     for factor in (16, 1024, -1024, 0) if reads.has_read else (16,):
         with suppress(Exception):  # a model need not take values that no batch has
             multiples = _run_model(model, _add_multiples(batch(half), factor))

@@ -301,8 +301,9 @@ class BackwardSliceCosts:
         """Return the instruction for the whole gradient, and the fraction of it that is communicated."""
         if (
             isinstance(instruction, Collective)
-            and instruction.tensor.name == "grad"
+            and instruction.tensor.name in {"grad", "reduced_grad"}
             and instruction.tensor.blocks in self.grad_fractions
         ):
-            return replace(instruction, tensor=grad((0,))), fraction * self.grad_fractions[instruction.tensor.blocks]
+            whole = replace(instruction.tensor, blocks=(0,))
+            return replace(instruction, tensor=whole), fraction * self.grad_fractions[instruction.tensor.blocks]
         return instruction, fraction

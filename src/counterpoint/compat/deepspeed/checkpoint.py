@@ -17,24 +17,52 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from counterpoint.compat.deepspeed.grad_update import GradientUpdate, ShardedUpdate, WholeUpdate
 from counterpoint.errors import CheckpointError, CounterpointError, DataError, ProtocolError, error_text
+from counterpoint.fabric.fabric import Fabric
 from counterpoint.file_reader import open_regular_file
 from counterpoint.file_writer import replace_file
+from counterpoint.runtime.loss_scale import LossScaler
 from counterpoint.runtime.optimizer_spec import is_scalar_state
 from counterpoint.value_codec import decode_value, encode_value
-
-if TYPE_CHECKING:
-    from counterpoint.compat.deepspeed.wrapped_model import DeepSpeedModel
 
 FORMAT = "counterpoint deepspeed checkpoint 1"
 TAG = re.compile(r"[\w.-]*\w[\w.-]*")
 SHARD_FILE = re.compile(r"optimizer-([0-9]{1,6})-of-([0-9]{1,6})\.state")
+
+
+class TrainedModel(Protocol):
+    """What a checkpoint reads and writes of a ``DeepSpeedModel``, which describes each of them."""
+
+    module: nn.Module
+    update: GradientUpdate
+    lr_scheduler: LRScheduler | None
+    scaler: LossScaler
+    global_steps: int
+    skipped_steps: int
+    micro_steps: int
+    has_backward: bool
+
+    @property
+    def fabric(self) -> Fabric:
+        """This rank's connection to the others."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        ...
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the microbatches of one step on one rank."""
+        ...
 
 
 class ParamState(NamedTuple):
@@ -53,8 +81,8 @@ class ParamState(NamedTuple):
     whole: dict[str, Any]
 
 
-def save_checkpoint(wrapped: DeepSpeedModel, folder: Path, tag: str | None, client_state: Mapping[str, Any]) -> bool:
-    """Write a checkpoint; see :meth:`DeepSpeedModel.save_checkpoint`.
+def save_checkpoint(wrapped: TrainedModel, folder: Path, tag: str | None, client_state: Mapping[str, Any]) -> bool:
+    """Write a checkpoint; see ``DeepSpeedModel.save_checkpoint``.
 
     Raises:
         CheckpointError: it cannot be written on some rank.
@@ -82,7 +110,7 @@ def save_checkpoint(wrapped: DeepSpeedModel, folder: Path, tag: str | None, clie
     return True
 
 
-def run_on_ranks(wrapped: DeepSpeedModel, label: str, work: Callable[[], None]) -> None:
+def run_on_ranks(wrapped: TrainedModel, label: str, work: Callable[[], None]) -> None:
     """Do something on every rank, and raise on all of them if it fails on one.
 
     Raises:
@@ -116,7 +144,7 @@ def _publish(folder: Path, tag: str, draft: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _describe_run(wrapped: DeepSpeedModel, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_run(wrapped: TrainedModel, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what rank 0 writes."""
     scheduler = wrapped.lr_scheduler
     return {
@@ -162,8 +190,8 @@ def split_state(update: GradientUpdate, param: Tensor) -> tuple[dict[str, Tensor
     return elements, whole
 
 
-def load_checkpoint(wrapped: DeepSpeedModel, folder: Path, tag: str | None) -> tuple[str | None, Any]:
-    """Continue from a checkpoint; see :meth:`DeepSpeedModel.load_checkpoint`.
+def load_checkpoint(wrapped: TrainedModel, folder: Path, tag: str | None) -> tuple[str | None, Any]:
+    """Continue from a checkpoint; see ``DeepSpeedModel.load_checkpoint``.
 
     Raises:
         CheckpointError: it cannot be read, or is of another model or optimizer.
@@ -192,7 +220,7 @@ def load_checkpoint(wrapped: DeepSpeedModel, folder: Path, tag: str | None) -> t
         ) from error
 
 
-def _restore(wrapped: DeepSpeedModel, run: Mapping[str, Any], states: Mapping[str, list[ParamState]]) -> None:
+def _restore(wrapped: TrainedModel, run: Mapping[str, Any], states: Mapping[str, list[ParamState]]) -> None:
     """Load what was read.
 
     Raises:

@@ -60,7 +60,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         collate_fn: of the loader.
         config: the configuration, or the path of its JSON file.
         config_params: DeepSpeed's former name of ``config``.
-        auto: values for keys that are ``"auto"``, as for :func:`read_config`.
+        auto: values for keys that are ``"auto"``, as for ``read_config``.
         **others: DeepSpeed's further arguments, of which each may be None only.
 
     Returns:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from counterpoint.compat.deepspeed.checkpoint import load_checkpoint, save_checkpoint
 from counterpoint.compat.deepspeed.config import BatchSizes
 from counterpoint.compat.deepspeed.grad_update import GradientUpdate
 from counterpoint.errors import DataError, PlanError
@@ -53,7 +54,7 @@ class StepOptions:
 
 
 class DeepSpeedModel(nn.Module):
-    """A model with the methods of DeepSpeed's engine; :func:`initialize` returns it.
+    """A model with the methods of DeepSpeed's engine; ``initialize`` returns it.
 
     Args:
         module: the user's model.
@@ -226,8 +227,6 @@ class DeepSpeedModel(nn.Module):
             CheckpointError: the folder cannot be written, or ranks give other tags.
             DataError: the client state has something else.
         """
-        from counterpoint.compat.deepspeed.checkpoint import save_checkpoint
-
         return save_checkpoint(self, Path(save_dir), tag, client_state or {})
 
     def load_checkpoint(self, load_dir: str | PathLike[str], tag: str | None = None) -> tuple[str | None, Any]:
@@ -243,8 +242,6 @@ class DeepSpeedModel(nn.Module):
         Raises:
             CheckpointError: it cannot be read, or is of another model or optimizer.
         """
-        from counterpoint.compat.deepspeed.checkpoint import load_checkpoint
-
         return load_checkpoint(self, Path(load_dir), tag)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the model has it
