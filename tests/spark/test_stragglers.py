@@ -36,12 +36,14 @@ def train_with_straggler(options):
     return train_local(parts, model, loss=mse, optimizer=sgd, options=options).steps
 
 
+@pytest.mark.serial
 def test_microbatches_of_stragglers_are_dropped_after_the_warmup():
     counts = [step.num_samples for step in train_with_straggler(OPTIONS)]
     assert counts[0] == 24
     assert all(6 <= count < 24 for count in counts[1:])
 
 
+@pytest.mark.serial
 def test_a_step_that_lacks_too_many_samples_updates_nothing():
     steps = train_with_straggler(replace(OPTIONS, straggler_policy=replace(POLICY, max_missing_fraction=0.1)))
     assert [step.is_skipped for step in steps] == [False, True, True, True]
