@@ -235,7 +235,7 @@ json_values = st.recursive(
 )
 
 
-@given_few_or_many(10, 100, st.dictionaries(st.text(), json_values, max_size=3))
+@given_few_or_many(3, 100, st.dictionaries(st.text(), json_values, max_size=3))
 def test_the_state_comes_back_as_it_was(tmp_path_factory, state):
     path = tmp_path_factory.getbasetemp() / "manifest.json"
     path.write_bytes(format_manifest(CheckpointManifest("counterpoint-checkpoint", 1, 3, {}, {}, state, ())))

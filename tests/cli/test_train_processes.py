@@ -113,6 +113,7 @@ def test_a_reader_that_goes_away_ends_the_run(tmp_path):
     assert not any(map(is_alive, ranks.values()))
 
 
+@pytest.mark.long
 def test_an_error_on_all_ranks_is_reported_once(tmp_path):
     result = subprocess.run(words("--batch-size", 7), cwd=tmp_path, capture_output=True, text=True)
     first, second = result.stderr.splitlines()

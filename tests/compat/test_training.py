@@ -8,7 +8,7 @@ from tests.compat.training_programs import PROGRAMS, run_all
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
-@pytest.mark.long(quick=[f"{program.__name__}-2-counterpoint" for program in PROGRAMS])  # one job runs them all
+@pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "backend"), [(2, "counterpoint"), (3, "counterpoint"), (2, OVER_GLOO)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_program_comes_to_the_losses_and_parameters_of_gloo(program, num_ranks, backend):

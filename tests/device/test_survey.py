@@ -42,7 +42,6 @@ CHOSEN += [
         "mlp | zero(2, level=2)",
         "mlp | pipeline(2)",
         "mlp | pipeline(2, schedule=pipedream)",
-        "gpt | pipeline(2)",
         "mlp | parameter_server_strategy(2)",
     ]
 )

@@ -11,7 +11,7 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.long(quick=["pipeline(3, replicas=(1,2,1))"])
+@pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS)
 def test_stages_that_begin_inside_a_block_end_where_solo_ends(plan):
     assert parity.check_parity("gpt", plan).worst <= parity.TOLERANCE

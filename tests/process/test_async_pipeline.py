@@ -31,6 +31,7 @@ def worst(cases):
     return max(max_error(case, come) for case, come in zip(cases, result[0], strict=True))
 
 
+@pytest.mark.long
 def test_two_processes_that_do_not_wait_for_each_other_equal_the_sequential_loop():
     assert worst(every((1, 1), flushes=(11,))) <= TOLERANCE
 

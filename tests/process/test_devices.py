@@ -64,7 +64,7 @@ def require_equal(cases):
         assert {key: value for key, value in by_case.items() if isinstance(value, str) or not value <= TOLERANCE} == {}
 
 
-@pytest.mark.long(quick=["3 ranks, mlp server(2, consistency=asp)"])
+@pytest.mark.long
 @pytest.mark.parametrize("cases", jobs(SOME))
 def test_a_device_in_processes_has_the_numbers_of_the_cpu_in_one(cases):
     require_equal(cases)

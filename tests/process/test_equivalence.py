@@ -48,7 +48,7 @@ def came(request, expected, tmp_path_factory):
     return num_ranks, run_forked(ranks.train, ranks=num_ranks, args=arguments)
 
 
-@pytest.mark.long(quick=["2"])
+@pytest.mark.long
 def test_every_strategy_trains_and_measures_as_solo_does(came):
     num_ranks, result = came
     assert len(result) == num_ranks

@@ -58,7 +58,7 @@ def compare(plans):
     return result
 
 
-@pytest.mark.long(quick=["two"])
+@pytest.mark.long
 @pytest.mark.parametrize("plans", [PAIR_PLANS, QUARTET_PLANS], ids=["two", "four"])
 def test_plans_on_process_groups_train_as_one_process_does(plans):
     num_ranks = 2 if plans is PAIR_PLANS else 4

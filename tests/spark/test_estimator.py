@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.process,
     pytest.mark.serial,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
@@ -57,7 +58,6 @@ def fitted(digits, **given):
     return Pipeline(stages=stages).fit(digits[0])
 
 
-@pytest.mark.long
 @pytest.mark.timeout(170)
 def test_digits_of_a_parquet_file_are_known_to_95_percent_also_by_what_was_saved(digits, tmp_path):
     from pyspark.ml import PipelineModel

@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.process,
     pytest.mark.serial,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 DATA = make_samples(23)

@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.process,
     pytest.mark.serial,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 DATA = make_samples(23)
@@ -31,7 +32,6 @@ def max_relative_difference(params, expected):
     return max(float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in pairs)
 
 
-@pytest.mark.long
 def test_a_plan_ends_where_solo_ends_from_uneven_partitions(spark):
     result = run_ranks(to_rdd(spark, 23), ranked.train_on_all, args=["pipeline(2)", 8, 10], dtype="float64")
     expected, losses = train_single_process(DATA, TEN)
@@ -40,7 +40,6 @@ def test_a_plan_ends_where_solo_ends_from_uneven_partitions(spark):
     assert max(max_relative_difference(one["params"], expected) for one in result) < TOLERANCE
 
 
-@pytest.mark.long
 def test_the_same_script_has_the_losses_of_python(spark, tmp_path):
     (tmp_path / "ranks").mkdir()
     run_ranks(spark, ranked.run_script, ranks=2, args=[str(script_in(tmp_path)), str(tmp_path / "ranks")])

@@ -156,6 +156,7 @@ class NarrowInside(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.long(quick=["pipeline(2)"])
 @pytest.mark.parametrize("plan", ["pipeline(2)", "zero(2, level=3)"])
 def test_draws_inside_an_autocast_are_those_of_eager_forwards(plan):
     actual, expected = make_seeded(NarrowInside), make_seeded(NarrowInside)

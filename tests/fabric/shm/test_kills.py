@@ -76,6 +76,7 @@ def play_and_look(seeds):
     assert left_behind() == (names, [])
 
 
+@pytest.mark.long
 def test_ten_jobs_with_a_killed_rank_leave_nothing():
     play_and_look(range(10))
 

@@ -34,6 +34,7 @@ def is_running(pid):
     return True
 
 
+@pytest.mark.long
 def test_processes_serve_and_none_is_left():
     with start_servers(JobConfig("short", Asp(), is_logged=False), key=new_key()) as servers:
         pids, file = servers.pids, servers.contact_path
