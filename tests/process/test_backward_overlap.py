@@ -40,7 +40,7 @@ def train(strategy, num_microbatches=1, **options):
     model = Varying().double()
     with cp.parallelize(
         model, partial(optim.AdamW, lr=1e-2), F.mse_loss, strategy=strategy, num_microbatches=num_microbatches,
-        unused_parameters="zero", share_params_on_host=False, **options,
+        unused_parameters="zero", share_params_on_host=False, cross_sample="accept", **options,
     ) as step:  # fmt: skip
         for number, size in enumerate(SIZES):
             draw = torch.Generator().manual_seed(number)

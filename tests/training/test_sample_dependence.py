@@ -35,7 +35,7 @@ class BranchOnTheLargest(Layers):
 
 class BranchOnTheSign(Layers):
     def forward(self, x):
-        return self.last(self.first(x) * (1 if x.mean() > -2 else 2))
+        return self.last(self.first(x) * (1 if x.mean() > 0 else 2))
 
 
 class CenteredInTraining(Layers):
@@ -48,7 +48,27 @@ class CenteredInTraining(Layers):
 
 class BranchInTraining(Layers):
     def forward(self, x):
-        return self.last(self.first(x) * (2 if self.training and float(x.sum()) > 9 else 1))
+        return self.last(self.first(x) * (2 if self.training and float(x.sum()) > 0 else 1))
+
+
+class LessTheSampleBefore(Layers):
+    """Of a batch, the first half never sees the second."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden - torch.cat([hidden[:1], hidden[:-1]]))
+
+
+class AlongTheBatch(nn.Module):
+    """Without ``batch_first`` an LSTM takes samples for positions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.last = nn.LSTM(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(self.lstm(x[:, None])[0][:, 0])
 
 
 class OtherInTraining(Layers):
@@ -94,11 +114,12 @@ def features(*shape):
 
 @pytest.mark.parametrize(
     "kind",
-    [DividedByTheLargest, LessTheSmallest, BranchOnTheLargest, BranchOnTheSign, CenteredInTraining, BranchInTraining],
-)
+    [DividedByTheLargest, LessTheSmallest, BranchOnTheLargest, BranchOnTheSign, CenteredInTraining, BranchInTraining,
+     LessTheSampleBefore, AlongTheBatch],
+)  # fmt: skip
 @pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("solo", 6), ("data(2)", 1)])
-def test_extremes_of_the_batch_are_refused(kind, strategy, num_microbatches):
-    """The samples with the largest value may all be in the half that was compared."""
+def test_outputs_that_depend_on_other_samples_are_refused(kind, strategy, num_microbatches):
+    """Those that decide may all be in the half that is compared, or none of them may be in the microbatch."""
     with pytest.raises(PlanError, match="depends on the other samples of its batch"):
         train(kind(), features(6, 4), strategy, num_microbatches)
 

@@ -44,9 +44,11 @@ def require_sums_in_narrow_dtype(plan: Plan, program: Program, cost: CostEstimat
     codec = next((one.codec for one in instructions if isinstance(one, Collective) and one.codec), "")
     if codec:
         raise PlanError(f"{what}, but {plan} reduces them with {codec}; give one of the two")
-    sparse = [param.name for param in model.params if param.has_sparse_grad]
-    if sparse:
+    sparse = {param.name for param in model.params if param.has_sparse_grad}
+    reduced = (one.tensor.blocks for one in instructions if isinstance(one, Collective) and one.tensor.name == "grad")
+    name = next((name for unit in reduced for name in model.units[unit] if name in sparse), None)
+    if name is not None:
         raise PlanError(
-            f"{what}, but the gradient of {sparse[0]} is sparse, and its rows travel in their own dtype; use "
+            f"{what}, but the gradient of {name} is sparse, and its rows travel in their own dtype; use "
             "nn.Embedding(..., sparse=False), or drop reduce"
         )

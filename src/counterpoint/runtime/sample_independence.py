@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from counterpoint.errors import PlanError
 from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.pytree import has_plain_entries
-from counterpoint.runtime.draw_sites import DrawRecorder
+from counterpoint.runtime.draw_sites import DrawRecorder, UnkeyedDrawDetector
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.random_functions import random_functions
 
@@ -30,14 +30,14 @@ def require_sample_independence(
 ) -> None:
     """Check that a model's output for a sample does not depend on the other samples, in evaluation and in training.
 
-    The model runs in evaluation mode on one microbatch, on its first half, and on this half together with the same
-    samples multiplied by 16, by which sums keep their sign, but the largest value of the batch changes. A single sample
-    is padded with zeros. If the model does not run on these, but on the single sample and on the whole batch, then the
-    outputs of both are compared: an input without samples, such as a mask, may be as long as the batch. If its Python
-    code reads a value of a tensor, as ``if x.mean() > 0`` does, it runs with multiples by 1024, -1024 and 0, too.
+    The model runs in evaluation mode on one microbatch and on each of its halves; and on the first half together with
+    the same samples multiplied by 16, -16 and 0, by which the largest value and the sign of sums change. A single
+    sample is padded with zeros. If the model does not run on these, but on the single sample and on the whole batch,
+    then the outputs of both are compared: an input without samples, such as a mask, may be as long as the batch.
 
-    The same is done in training mode, unless the outputs are those of evaluation. Torch's own modules remain in
-    evaluation mode there, because other checks treat batch norms, and random numbers are replaced by constants.
+    The same is done in training mode, unless the outputs are those of evaluation, and its Python code reads no value of
+    a tensor, as ``if x.mean() > 0`` does. Torch's own modules remain in evaluation mode there, because other checks
+    treat batch norms, and random numbers are replaced by constants.
 
     The check is skipped in a mode in which the model draws other random numbers, and for a model that has norms without
     running statistics, or does not run. A branch that the samples of a microbatch decide on together is found only if
@@ -55,17 +55,30 @@ def require_sample_independence(
     """
     if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
         return
-    errors = [_find_dependence(model, inputs, read_batch, cuts_lists=cuts) for cuts in _ways_to_cut(inputs)]
-    if any(not error for error in errors):
+    found = [_find_dependence(model, inputs, read_batch, cuts_lists=cuts) for cuts in _ways_to_cut(inputs)]
+    dependence = found[0]
+    if dependence is None or None in found:
         return
     raise PlanError(
         f"the output of {type(model).__name__} for a sample depends on the other samples of its batch: it changes "
-        f"by {errors[0]:.1e} of its largest value without them; {plan} computes a batch as {num_microbatches} separate "
-        "microbatches, so its gradient would not be that of the whole batch; take means and norms over the "
-        "features of one sample, and let no branch depend on several samples, give num_microbatches=1, name with "
-        "shared=(NAME,) an input that has no samples, or pass cross_sample='accept' if each microbatch is intended to "
-        "be a batch of its own"
+        f"by {dependence.error:.1e} of its largest value {dependence.when}; {plan} computes a batch as "
+        f"{num_microbatches} separate microbatches, so its gradient would not be that of the whole batch; take means "
+        "and norms over the features of one sample, and let no branch depend on several samples, give "
+        "num_microbatches=1, name with shared=(NAME,) an input that has no samples, or pass cross_sample='accept' if "
+        "each microbatch is intended to be a batch of its own"
     )
+
+
+class Dependence(NamedTuple):
+    """How the output for some samples depends on others.
+
+    Args:
+        error: the largest difference, relative to the largest value.
+        when: what was changed.
+    """
+
+    error: float
+    when: str
 
 
 def _ways_to_cut(inputs: Inputs) -> Sequence[bool]:
@@ -75,52 +88,60 @@ def _ways_to_cut(inputs: Inputs) -> Sequence[bool]:
 
 def _find_dependence(
     model: nn.Module, inputs: Inputs, read_batch: Callable[[], Inputs] | None, *, cuts_lists: bool
-) -> float:
-    """Return by how much outputs depend on other samples, relative to the largest one; 0 if that is unknown."""
-    batch = partial(_resize_batch, inputs, 0, cuts_lists=cuts_lists)
+) -> Dependence | None:
+    """Return how outputs depend on other samples; None if they do not, or if that is unknown."""
+    cut = partial(_resize_batch, inputs, cuts_lists=cuts_lists)
     batch_size = max(num_samples(inputs), 2)
     with preserve_state(model, training=False):
         try:
-            outputs = _run_model(model, batch(batch_size))
-            error = _find_dependence_in_mode(model, batch, batch_size)
+            outputs = _run_model(model, cut(0, batch_size))
+            found = _find_dependence_in_mode(model, cut, batch_size)
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             if num_samples(inputs) > 1 or read_batch is None:
-                return 0.0
+                return None
             return _compare_with_batch(model, inputs, read_batch)
-    if error:
-        return error
+    if found is not None:
+        return found
     with suppress(Exception), _training_without_draws(model):  # training raises it again, with its location
         reads = HostReadDetector()
         with reads:
-            trained = _run_model(model, batch(batch_size))
+            trained = _run_model(model, cut(0, batch_size))
         is_other = len(trained) != len(outputs) or not all(map(torch.equal, trained, outputs))
-        return _find_dependence_in_mode(model, batch, batch_size) if is_other or reads.has_read else 0.0
-    return 0.0
+        return _find_dependence_in_mode(model, cut, batch_size) if is_other or reads.has_read else None
+    return None
 
 
-def _find_dependence_in_mode(model: nn.Module, batch: Callable[[int], Inputs], batch_size: int) -> float:
+def _find_dependence_in_mode(model: nn.Module, cut: Callable[[int, int], Inputs], batch_size: int) -> Dependence | None:
     """Return what ``_find_dependence`` does, for the mode that the model is in.
 
     Args:
         model: to run.
-        batch: returns copies of that many samples.
+        cut: returns copies of the samples from one on and up to another.
         batch_size: samples of a microbatch, two or more.
     """
-    half = batch_size // 2
-    rng_state, reads = torch.get_rng_state(), HostReadDetector()
-    with reads:
-        first = _run_model(model, batch(half))
-    draws = not torch.equal(torch.get_rng_state(), rng_state)  # seen here, since calls of modules may set the state
-    full, again = (_run_model(model, batch(batch_size)) for _ in range(2))
-    draws = draws or not torch.equal(torch.get_rng_state(), rng_state)
-    if draws or not all(map(torch.equal, full, again)):  # the latter with a generator of its own
-        return 0.0
-    error = _largest_error(full, first, half, batch_size)
-    for factor in (16, 1024, -1024, 0) if reads.has_read else (16,):
+    half, draws = batch_size // 2, DrawRecorder()
+    with UnkeyedDrawDetector(draws):  # the state of the generator does not tell, since calls of modules may set it
+        first = _run_model(model, cut(0, half))
+    full, again = (_run_model(model, cut(0, batch_size)) for _ in range(2))
+    if draws.unkeyed or not all(map(torch.equal, full, again)):  # the latter with a generator of Python or numpy
+        return None
+    error = _largest_error(full, first, range(half), batch_size)
+    with suppress(Exception):  # a model need not take zeros in the place of a sample
+        error = error or _largest_error(
+            full, _run_model(model, cut(half, batch_size)), range(half, batch_size), batch_size
+        )
+    if error:
+        return Dependence(error, "without them")
+    for factor in FACTORS:
         with suppress(Exception):  # a model need not take values that no batch has
-            multiples = _run_model(model, _add_multiples(batch(half), factor))
-            error = error or _largest_error(multiples, first, half, 2 * half)
-    return error
+            multiples = _run_model(model, _add_multiples(cut(0, half), factor))
+            if error := _largest_error(multiples, first, range(half), 2 * half):
+                return Dependence(error, f"together with the same samples multiplied by {factor}")
+    return None
+
+
+FACTORS = (16, -16, 0)
+"""What samples are multiplied with, to be other samples."""
 
 
 @contextmanager
@@ -154,17 +175,21 @@ class HostReadDetector(TorchFunctionMode):
 
 
 HOST_READS = frozenset(
-    {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy}
-)
-"""Functions of a tensor that return values to Python."""
+    {
+        Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy,
+        torch.equal, Tensor.equal, torch.nonzero, Tensor.nonzero, torch.unique, Tensor.unique,
+    }
+)  # fmt: skip
+"""Functions that return values of tensors, or sizes that depend on them, to Python."""
 
 
-def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[], Inputs]) -> float:
-    """Return by how much the output of a single sample differs from that in the whole batch; 0 if one does not run."""
+def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[], Inputs]) -> Dependence | None:
+    """Return how the output of a single sample differs from that in the whole batch; None if one does not run."""
     with suppress(Exception):
         one, batch = _run_model(model, sample), read_batch()
-        return _largest_error(_run_model(model, batch), one, 1, num_samples(batch))
-    return 0.0
+        error = _largest_error(_run_model(model, batch), one, range(1), num_samples(batch))
+        return Dependence(error, "without them") if error else None
+    return None
 
 
 def require_independent_buffers(
@@ -296,30 +321,31 @@ def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
         attributes.restore()
 
 
-def _largest_error(outputs: Sequence[Tensor], parts: Sequence[Tensor], num_rows: int, batch_size: int) -> float:
-    """Return the largest difference between the first rows of outputs and those of these samples alone.
+def _largest_error(outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: range, batch_size: int) -> float:
+    """Return the largest difference between some rows of outputs and those of these samples alone.
 
     Args:
         outputs: of a batch.
-        parts: of its first samples alone.
-        num_rows: how many they are.
+        parts: of some of its samples alone.
+        rows: these samples.
         batch_size: samples of the batch.
     """
     return max(
         (
-            _relative_error(output, part, num_rows)
+            _relative_error(output.detach(), part.detach(), rows)
             for output, part in zip(outputs, parts, strict=False)
             if output.is_floating_point()
             and output.shape[:1] == (batch_size,)
-            and part.shape == (num_rows, *output.shape[1:])
+            and part.shape == (len(rows), *output.shape[1:])
         ),
         default=0.0,
     )
 
 
-def _relative_error(output: Tensor, part: Tensor, num_rows: int) -> float:
-    """Return the difference of the first samples, relative to the largest value; 0 if it is rounding."""
-    rows, part = output.detach()[:num_rows], part.detach()
-    largest = float(output.detach().abs().max()) if rows.numel() else 0.0
-    error = float((rows - part).abs().max()) / (largest or 1.0) if rows.numel() else 0.0
+def _relative_error(output: Tensor, part: Tensor, rows: range) -> float:
+    """Return the difference of these rows, relative to the largest value; 0 if it is rounding."""
+    if not part.numel():
+        return 0.0
+    largest = float(output.abs().max())
+    error = float((output[rows.start : rows.stop] - part).abs().max()) / (largest or 1.0)
     return error if error > torch.finfo(output.dtype).eps ** 0.5 else 0.0
