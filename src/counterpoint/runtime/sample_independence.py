@@ -95,7 +95,7 @@ def _find_dependence(
     with preserve_state(model, training=False):
         try:
             outputs = _run_model(model, cut(0, batch_size))
-            found = _find_dependence_in_mode(model, cut, batch_size)
+            found = _find_dependence_in_mode(model, cut, batch_size, outputs)
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             if num_samples(inputs) > 1 or read_batch is None:
                 return None
@@ -107,22 +107,25 @@ def _find_dependence(
         with reads:
             trained = _run_model(model, cut(0, batch_size))
         is_other = len(trained) != len(outputs) or not all(map(torch.equal, trained, outputs))
-        return _find_dependence_in_mode(model, cut, batch_size) if is_other or reads.has_read else None
+        return _find_dependence_in_mode(model, cut, batch_size, trained) if is_other or reads.has_read else None
     return None
 
 
-def _find_dependence_in_mode(model: nn.Module, cut: Callable[[int, int], Inputs], batch_size: int) -> Dependence | None:
+def _find_dependence_in_mode(
+    model: nn.Module, cut: Callable[[int, int], Inputs], batch_size: int, full: Sequence[Tensor]
+) -> Dependence | None:
     """Return what ``_find_dependence`` does, for the mode that the model is in.
 
     Args:
         model: to run.
         cut: returns copies of the samples from one on and up to another.
         batch_size: samples of a microbatch, two or more.
+        full: its outputs for all of them.
     """
     half, draws = batch_size // 2, DrawRecorder()
     with UnkeyedDrawDetector(draws):  # the state of the generator does not tell, since calls of modules may set it
         first = _run_model(model, cut(0, half))
-    full, again = (_run_model(model, cut(0, batch_size)) for _ in range(2))
+    again = _run_model(model, cut(0, batch_size))
     if draws.unkeyed or not all(map(torch.equal, full, again)):  # the latter with a generator of Python or numpy
         return None
     error = _largest_error(full, first, range(half), batch_size)
