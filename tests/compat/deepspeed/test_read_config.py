@@ -92,7 +92,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}},
         "is not log or linear",
     ),
-    "a warm-up of no steps": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "give 1 or more"),
+    "a warm-up of less": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, "give 0 or more"),
+    "a norm that is no number": ({"gradient_clipping": float("nan")}, "gradient_clipping=nan is not finite"),
+    "a rate that is no number": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": float("nan")}}},
+        "scheduler.params.warmup_max_lr=nan is not finite; give a finite number",
+    ),
+    "betas beyond all numbers": (
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9, float("inf")]}}},
+        "optimizer.params.betas=[0.9, inf] is not finite",
+    ),
 }
 
 

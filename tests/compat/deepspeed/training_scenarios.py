@@ -241,6 +241,134 @@ def refused():
     }
 
 
+def probe_and_drop(engine, optimizer):
+    """Leave gradients in the parameters, as a generator's loss in the discriminator, and drop them."""
+    engine(batch(0, 0, 0)[0]).sum().backward()
+    optimizer.zero_grad()
+
+
+def replace_data(engine, _):
+    """Give each parameter other memory with the same values."""
+    params = list(engine.parameters())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params), params)
+
+
+def set_rate_of_rank_1(_, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.05 + open_fabric().rank
+
+
+def set_other_shape(engine, _):
+    engine.unused.weight.data = torch.zeros(2, 2, dtype=WIDE)
+
+
+def add_group(_, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+CHANGES = {
+    "unfrozen": lambda engine, _: engine.frozen.requires_grad_(True),
+    "frozen": lambda engine, _: engine.last.requires_grad_(False),
+    "group added": add_group,
+    "rates": set_rate_of_rank_1,
+    "other shape": set_other_shape,
+}
+"""What a script does after initialize that is refused."""
+
+
+def train_after_change(stage, change, steps=STEPS):
+    """Return the parameters after steps, before each of which the script does something."""
+    model = Net()
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config_of(stage, ADAMW))
+    for step in range(steps):
+        change(engine, optimizer)
+        loop(engine, [step], open_fabric().rank)
+    return values(model)
+
+
+def change_grads(stage):
+    """Clip the gradients of this rank before the step."""
+    engine, *_ = deepspeed.initialize(model=Net(), config=config_of(stage, ADAMW))
+    for microbatch in range(MICROBATCHES):
+        inputs, targets = batch(0, 0, microbatch)
+        engine.backward(nn.functional.cross_entropy(engine(inputs), targets))
+        nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
+        engine.step()
+
+
+def changed_by_scripts():
+    """Return the parameters, or the error, after each change at each stage."""
+    found = {}
+    for stage in STAGES:
+        found[f"probe at stage {stage}"] = train_after_change(stage, probe_and_drop)
+        found[f"data at stage {stage}"] = train_after_change(stage, replace_data)
+        found[f"shared at stage {stage}"] = train_two_engines(stage)
+        found[f"gradients at stage {stage}"] = error_of(lambda stage=stage: change_grads(stage))
+        for name, change in CHANGES.items():
+            work = lambda stage=stage, change=change: train_after_change(stage, change, 1)  # noqa: E731
+            found[f"{name} at stage {stage}"] = error_of(work)
+    return found
+
+
+def train_two_engines(stage):
+    """Train one model by turns of two engines; return the parameters."""
+    model = Net()
+    engines = [deepspeed.initialize(model=model, config=config_of(stage, SGD))[0] for _ in range(2)]
+    for step in range(STEPS):
+        loop(engines[step % 2], [step], open_fabric().rank)
+    return values(model)
+
+
+def train_two_optimizers(num_ranks):
+    """Train one model by turns of two optimizers in a plain loop; return the parameters."""
+    model = Net()
+    optimizers = [sgd(model), sgd(model)]
+    for step in range(STEPS):
+        parts = [batch(rank, step, micro) for rank in range(num_ranks) for micro in range(MICROBATCHES)]
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizers[step % 2].step()
+    return values(model)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A class whose update is not known."""
+
+
+def refused_by_initialize():
+    """Return the error of each model, optimizer and configuration that two ranks cannot have."""
+    rank = open_fabric().rank
+
+    def initialize(model, make=None, stage=1, **sections):
+        optimizer = None if make is None else make(model.parameters(), lr=0.1)
+        config = config_of(stage, ADAMW) | sections
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def share():
+        model = Net()
+        model.unused.weight.data = model.last.weight.data.view(-1)[:9].view(3, 3)
+        return model
+
+    def expand():
+        model = Net()
+        model.register_buffer("ones", torch.ones(1).expand(3))
+        return model
+
+    rates = {"optimizer": {"type": "SGD", "params": {"lr": 0.1 + rank}}}
+    return {
+        "shared memory": error_of(lambda: initialize(share())),
+        "expanded": error_of(lambda: initialize(expand())),
+        "Adagrad": error_of(lambda: initialize(Net(), torch.optim.Adagrad)),
+        "subclass": error_of(lambda: initialize(Net(), OwnAdamW)),
+        "rates": error_of(lambda: initialize(Net(), **rates)),
+        "clipping": error_of(lambda: initialize(Net(), gradient_clipping=0.5 + rank)),
+        "stage": error_of(lambda: initialize(Net(), stage=rank)),
+        "accumulation": error_of(lambda: initialize(Net(), gradient_accumulation_steps=1 + rank)),
+        "classes": error_of(lambda: initialize(Net(), [torch.optim.SGD, torch.optim.AdamW][rank])),
+        "groups": error_of(lambda: initialize(Net(), lambda params, lr: torch.optim.SGD(params, lr + rank))),
+    }
+
+
 def error_of(work):
     """Return the text of the error that something ends with."""
     try:

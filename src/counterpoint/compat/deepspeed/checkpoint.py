@@ -60,6 +60,10 @@ class TrainedModel(Protocol):
         """The optimizer."""
         ...
 
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        ...
+
     def gradient_accumulation_steps(self) -> int:
         """Return the microbatches of one step on one rank."""
         ...
@@ -231,6 +235,8 @@ def _restore(wrapped: TrainedModel, run: Mapping[str, Any], states: Mapping[str,
         raise ValueError(f"it has {len(options)} groups of parameters, and the optimizer {len(groups)}")
     if (run["scheduler"] is None) != (wrapped.lr_scheduler is None):
         raise ValueError("one of both has a schedule")
+    wrapped.zero_grad()
+    wrapped.has_backward = False
     wrapped.module.load_state_dict(run["model"])
     write_states(wrapped.update, states)
     for group, values in zip(groups, options, strict=True):

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ class DeepSpeedConfig:
         scheduler: None if the script makes it.
         notices: the keys of the configuration that change nothing here, each with the reason.
         drops_last_batch: whether the loader of ``initialize`` leaves out a last batch that is smaller.
+        values: of every key that changes what is computed, by its path, with defaults; all three batch sizes.
     """
 
     arguments: Mapping[str, Any]
@@ -74,7 +76,8 @@ class DeepSpeedConfig:
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
     notices: tuple[str, ...]
-    drops_last_batch: bool = False
+    drops_last_batch: bool
+    values: Mapping[str, Any]
 
     def make_optimizer(self, params: ParamsT) -> Optimizer:
         """Return the configured optimizer of some parameters, or of groups of them.
@@ -196,6 +199,7 @@ def _resolve(config: Mapping[str, Any], num_ranks: int, auto: Mapping[str, Any])
         None if scheduler is None else resolve_scheduler(scheduler, values["scheduler.params"]),
         notices,
         values["dataloader_drop_last"],
+        values | asdict(sizes),
     )
 
 
@@ -262,13 +266,17 @@ def _check_value(key: ConfigKey, value: object) -> None:
     """Check the value of a key.
 
     Raises:
-        PlanError: it is of another type, or asks for something that is refused.
+        PlanError: it is of another type, is not finite, or asks for something that is refused.
     """
     if key.effect == "refused":
         if not key.asks_for_nothing(value):
             raise PlanError(f"{key.path}={shorten(repr(value))} is not supported; {key.text}")
     elif value != "auto" and not _has_kind(key, value):
         raise PlanError(f"{key.path}={shorten(repr(value))} is a {type(value).__name__}; give {_KINDS[key.kind]}")
+    for path, number in _leaves({key.path: value}):
+        items = number if isinstance(number, list | tuple) else [number]
+        if key.effect == "becomes" and any(isinstance(item, float) and not math.isfinite(item) for item in items):
+            raise PlanError(f"{path}={shorten(repr(number))} is not finite; give a finite number")
 
 
 _KINDS = {

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from counterpoint.compat.deepspeed.rank_agreement import gather_norms
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.cast_reductions import start_cast_all_reduce, start_cast_reduce_scatter
 from counterpoint.fabric.fabric import Fabric, Work
@@ -118,9 +119,12 @@ def make_flat_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator
 class GradientUpdate(ABC):
     """The gradients of a step, from each backward to the update."""
 
-    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule) -> None:
-        self.fabric, self.optimizer, self.rule = fabric, optimizer, rule
+    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> None:
+        self.fabric, self.optimizer, self.rule, self.names = fabric, optimizer, rule, names
         self.ranks = tuple(range(fabric.num_ranks))
+        self.given = [(param, param.requires_grad) for group in optimizer.param_groups for param in group["params"]]
+        self.param_ids = read_param_ids(optimizer)
+        self.grad_versions: dict[int, tuple[int, int]] = {}  # after the last backward, by the parameter's id
         self.is_applying = False
         optimizer.register_step_pre_hook(self._require_applying)
 
@@ -136,8 +140,58 @@ class GradientUpdate(ABC):
                 "this rank alone; call step() of the model that initialize returned"
             )
 
-    @abstractmethod
+    def require_same_params(self) -> None:
+        """Check that the parameters that train, and the groups of the optimizer, are those of ``initialize``.
+
+        Raises:
+            DataError: one was frozen, unfrozen, added or removed.
+        """
+        for param, required_grad in self.given:
+            if param.requires_grad != required_grad:
+                raise DataError(
+                    f"{self.names[id(param)]} has requires_grad={param.requires_grad}, and had {required_grad} in "
+                    "initialize(), which decides what is trained; call initialize again after the change, with a new "
+                    "optimizer"
+                )
+        found = read_param_ids(self.optimizer)
+        if found != self.param_ids:
+            known = {key for ids in self.param_ids for key in ids}
+            added = [self.names.get(key, "another tensor") for ids in found for key in ids if key not in known]
+            raise DataError(
+                f"the groups of the optimizer are not those of initialize(): {', '.join(added) or 'nothing'} was "
+                "added; call initialize again after the change, with a new optimizer"
+            )
+
     def end_backward(self) -> None:
+        """Take the gradients of a backward, and remember their versions."""
+        self.take_grads()
+        self.grad_versions = {
+            id(param): read_version(param.grad) for param in self._updated() if param.grad is not None
+        }
+
+    def require_own_grads(self) -> None:
+        """Check that gradients are those that ``backward`` has left; dropping them, or setting zeros, is possible.
+
+        Raises:
+            DataError: the script has changed or added some, or has called the ``backward`` of a loss.
+        """
+        for param in self._updated():
+            grad = param.grad
+            if grad is None or self.grad_versions.get(id(param)) == read_version(grad):
+                continue
+            if grad.count_nonzero():
+                raise DataError(
+                    f"the gradient of {self.names.get(id(param), 'a shard')} was changed outside of backward() of the "
+                    "model that initialize returned, but it is not yet the mean over ranks; set gradient_clipping "
+                    "instead of clipping it, add losses before backward(loss), or drop it by zero_grad()"
+                )
+
+    def _updated(self) -> Iterator[Tensor]:
+        """Yield the parameters that train, and this rank's shards of them."""
+        yield from (param for param, required_grad in self.given if required_grad)
+
+    @abstractmethod
+    def take_grads(self) -> None:
         """Take the gradients of a backward."""
 
     @abstractmethod
@@ -148,9 +202,11 @@ class GradientUpdate(ABC):
     def grads(self) -> list[Tensor]:
         """Return the gradients that the optimizer applies on this rank."""
 
-    @abstractmethod
     def clear(self) -> None:
         """Drop the gradients."""
+        self.grad_versions = {}
+        for param in self._updated():
+            param.grad = None
 
     def apply(self, factor: float) -> None:
         """Multiply the gradients by a factor and update the weights with them."""
@@ -164,12 +220,34 @@ class GradientUpdate(ABC):
             self.is_applying = False
         self.clear()
 
+    def share_norm(self, squared: float) -> list[float]:
+        """Return the squared norm of each rank, and compare the options of the optimizer with the other ranks'.
+
+        Raises:
+            DataError: an option differs.
+        """
+        try:
+            return gather_norms(self.fabric, self.optimizer, squared)
+        except DataError:
+            self.clear()
+            raise
+
     def cast(self, flat: Tensor) -> Tensor | None:
         """Return a copy in the narrower dtype that is sent; None if gradients are sent in their own."""
         dtype = self.rule.reduce_dtype
         if dtype is None or not is_narrower(dtype, flat.dtype) or self.fabric.num_ranks == 1:
             return None
         return flat.to(dtype)
+
+
+def read_version(grad: Tensor) -> tuple[int, int]:
+    """Return what differs after an operation in place, and for another tensor."""
+    return id(grad), grad._version  # noqa: SLF001 - there is no other way to see it
+
+
+def read_param_ids(optimizer: Optimizer) -> list[list[int]]:
+    """Return the ``id`` of each parameter of each group."""
+    return [[id(param) for param in group["params"]] for group in optimizer.param_groups]
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:
@@ -181,10 +259,10 @@ class WholeUpdate(GradientUpdate):
     """Stage 0: every rank has all gradients and updates all weights."""
 
     def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> None:
-        super().__init__(fabric, optimizer, rule)
+        super().__init__(fabric, optimizer, rule, names)
         self.groups = [group for _, group in make_flat_groups(optimizer, names)]
 
-    def end_backward(self) -> None:
+    def take_grads(self) -> None:
         """Keep the gradients where autograd adds them up."""
         return
 
@@ -197,7 +275,7 @@ class WholeUpdate(GradientUpdate):
             work.wait()
             for param, part in group.slices(flat):
                 param.grad = part
-        return squared_norm(flats)
+        return self.share_norm(squared_norm(flats))[0]
 
     def _start(self, group: FlatGroup, flat: Tensor) -> Work:
         label, narrow = f"gradients of {group.label}", self.cast(flat)
@@ -209,12 +287,6 @@ class WholeUpdate(GradientUpdate):
         """Return all gradients."""
         return [param.grad for group in self.groups for param in group.params if param.grad is not None]
 
-    def clear(self) -> None:
-        """Drop the gradients."""
-        for group in self.groups:
-            for param in group.params:
-                param.grad = None
-
 
 @dataclass(slots=True)
 class Shard:
@@ -223,12 +295,14 @@ class Shard:
     Args:
         group: the parameters.
         weights: all of them, flat; the parameters are views of it.
+        views: the part of each parameter.
         bounds: where the shard of each rank begins, and where the last one ends.
         param: the shard of this rank, a view of ``weights``.
     """
 
     group: FlatGroup
     weights: Tensor
+    views: list[Tensor]
     bounds: list[int]
     param: nn.Parameter
 
@@ -257,16 +331,18 @@ class ShardedUpdate(GradientUpdate):
     """
 
     def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> None:
-        super().__init__(fabric, optimizer, rule)
+        super().__init__(fabric, optimizer, rule, names)
+        known = {cls.__name__ for cls in ELEMENTWISE_OPTIMIZERS}
         if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
             raise PlanError(
-                f"{type(optimizer).__name__} computes norms or more of whole parameters, of which ranks have shards at "
-                f"stage {rule.stage}; use stage 0, or an elementwise optimizer (AdamW, SGD)"
+                f"{type(optimizer).__name__} may compute norms or more of whole parameters, of which ranks have shards "
+                f"at stage {rule.stage}; use stage 0, or exactly one of these classes: {', '.join(sorted(known))}"
             )
         if optimizer.state:
             raise PlanError(
-                f"{type(optimizer).__name__} has state from earlier steps; pass a new optimizer, and load the state "
-                "with load_checkpoint"
+                f"{type(optimizer).__name__} has state of whole parameters, from earlier steps or from its constructor "
+                f"(Adagrad), and ranks have shards at stage {rule.stage}; use stage 0, or pass a new optimizer of "
+                "another class and load its state with load_checkpoint"
             )
         parts: dict[int, list[nn.Parameter]] = {index: [] for index, _ in enumerate(optimizer.param_groups)}
         self.shards: list[Shard] = []
@@ -275,35 +351,69 @@ class ShardedUpdate(GradientUpdate):
             parts[index].append(self.shards[-1].param)
         for index, params in parts.items():
             optimizer.param_groups[index]["params"] = params
+        self.param_ids = read_param_ids(optimizer)
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]  # its own would clear the shards only
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
+        """Drop all gradients, in place of the optimizer's method."""
+        del set_to_none
+        self.clear()
+
+    def _updated(self) -> Iterator[Tensor]:
+        """Yield the parameters that train, and this rank's shards of them."""
+        yield from super()._updated()
+        yield from (shard.param for shard in self.shards)
+
+    @torch.no_grad()
+    def restore_views(self) -> None:
+        """Move weights that the script has set by ``param.data = ...`` to their places in the flat tensors.
+
+        Raises:
+            DataError: one has another shape, dtype or device now.
+        """
+        for shard in self.shards:
+            for name, param, view in zip(shard.group.names, shard.group.params, shard.views, strict=True):
+                if param.data_ptr() == view.data_ptr() and param.shape == view.shape and param.dtype == view.dtype:
+                    continue
+                if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                    raise DataError(
+                        f"{name} was set to {param.dtype} of shape {tuple(param.shape)} on {param.device}, and was "
+                        f"{view.dtype} of shape {tuple(view.shape)} on {view.device} in initialize(); call initialize "
+                        "again after the change, with a new optimizer"
+                    )
+                view.copy_(param)
+                param.data = view
 
     @torch.no_grad()
     def _make_shard(self, group: FlatGroup) -> Shard:
         """Move the weights of a group into one flat tensor, and return the part of this rank."""
         numel, num_ranks, first = group.offsets[-1], self.fabric.num_ranks, group.params[0]
         weights = self.fabric.empty(numel, first.dtype) if first.device.type == "cpu" else first.new_empty(numel)
+        views = []
         for param, part in group.slices(weights):
             part.copy_(param)
             param.data = part
+            views.append(part)
         bounds = [numel * rank // num_ranks for rank in range(num_ranks + 1)]
         start, stop = bounds[self.fabric.rank : self.fabric.rank + 2]
-        return Shard(group, weights, bounds, nn.Parameter(weights[start:stop]))
+        return Shard(group, weights, views, bounds, nn.Parameter(weights[start:stop]))
 
-    def end_backward(self) -> None:
+    def take_grads(self) -> None:
         """At stage 2, reduce the gradients of this backward and keep the shard of their sum."""
         if self.rule.stage > 1:
             self._reduce_scatter()
 
     def reduce(self) -> float:
         """Reduce the gradients, unless each backward did."""
+        self.restore_views()
         if self.rule.stage == 1:
             self._reduce_scatter()
-        total = torch.tensor([squared_norm(self.grads())], dtype=torch.float64)
-        self.fabric.all_reduce("the norm of the gradients", total, self.ranks).wait()
-        return float(total)
+        return math.fsum(self.share_norm(squared_norm(self.grads())))
 
     @torch.no_grad()
     def _reduce_scatter(self) -> None:
         """Add the shard of the sum over ranks to what this rank has."""
+        self.restore_views()
         flats = [shard.group.pack_grads(self.rule.unused) for shard in self.shards]
         works = [self._start(shard, flat) for shard, flat in zip(self.shards, flats, strict=True)]
         for work, shard, flat in zip(works, self.shards, flats, strict=True):
@@ -325,13 +435,6 @@ class ShardedUpdate(GradientUpdate):
         """Return the gradients of this rank's shards."""
         return [shard.param.grad for shard in self.shards if shard.param.grad is not None]
 
-    def clear(self) -> None:
-        """Drop the gradients."""
-        for shard in self.shards:
-            shard.param.grad = None
-            for param in shard.group.params:
-                param.grad = None
-
     @torch.no_grad()
     def apply(self, factor: float) -> None:
         """Update this rank's shards, and gather the weights of all ranks."""
@@ -342,6 +445,21 @@ class ShardedUpdate(GradientUpdate):
         ]
         for work in works:
             work.wait()
+
+
+def require_new_optimizer(optimizer: Optimizer) -> None:
+    """Check that an optimizer can be stepped with gradients, and belongs to no other update.
+
+    Raises:
+        PlanError: it belongs to one, or needs a closure or sparse gradients.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, optim.LBFGS | optim.SparseAdam):
+        needs = "a function that computes the loss again" if isinstance(optimizer, optim.LBFGS) else "sparse gradients"
+        raise PlanError(f"{name} needs {needs}, and step() has dense gradients only; pass AdamW or SGD")
+    hooks = optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001 - there is no other way to see them
+    if any(isinstance(getattr(hook, "__self__", None), GradientUpdate) for hook in hooks):
+        raise PlanError(f"this {name} belongs to the model that an earlier initialize() returned; pass a new optimizer")
 
 
 def make_update(fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> GradientUpdate:

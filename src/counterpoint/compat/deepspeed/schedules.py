@@ -164,8 +164,9 @@ def _check_param(path: str, key: str, value: object) -> None:
     numbers = value if isinstance(value, list) and key in PER_GROUP else [value]
     if value is not None and not all(type(number) in {int, float} for number in numbers):
         raise PlanError(f"{path}={value!r} is not a number{', or a list of some' if key in PER_GROUP else ''}")
-    if key in ("warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size") and not value > 0:  # type: ignore[operator]  # a number
-        raise PlanError(f"{path}={value!r} is no number of steps; give 1 or more")
+    least = {"warmup_num_steps": 0, "cycle_first_step_size": 1, "lr_range_test_step_size": 1}.get(key)
+    if least is not None and not value >= least:  # type: ignore[operator]  # a number
+        raise PlanError(f"{path}={value!r} is no number of steps; give {least} or more")
 
 
 def _params_of_group(params: Params, group: int, num_groups: int) -> Params:

@@ -10,13 +10,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from counterpoint.compat.deepspeed.config import DeepSpeedConfig, read_config
-from counterpoint.compat.deepspeed.grad_update import GradientRule, make_update
-from counterpoint.compat.deepspeed.wrapped_model import DeepSpeedModel, StepOptions, require_known_params
+from counterpoint.compat.deepspeed.grad_update import GradientRule, make_update, require_new_optimizer
+from counterpoint.compat.deepspeed.model_checks import (
+    require_dense_grads,
+    require_known_params,
+    require_master_weights,
+    require_separate_memory,
+)
+from counterpoint.compat.deepspeed.rank_agreement import require_same_setup
+from counterpoint.compat.deepspeed.wrapped_model import DeepSpeedModel, StepOptions
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.launchers.environment import detect
@@ -54,7 +61,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         model: stays whole on each rank.
         optimizer: a torch optimizer on the model's parameters, or a function that makes one of ``model_parameters``;
             None for that of the configuration.
-        model_parameters: what the optimizer is made of; None for all parameters that require gradients.
+        model_parameters: what the optimizer is made of; None for all parameters; those that are frozen stay so.
         training_data: None, or samples of which each rank loads its own part, in microbatches.
         lr_scheduler: a scheduler of the optimizer, or a function that makes one; None for that of the configuration.
         collate_fn: of the loader.
@@ -90,15 +97,9 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     fabric = open_fabric()
     parsed = read_config(config, num_ranks=fabric.num_ranks, auto=auto)
     require_device(fabric, model)
-    params = model_parameters
-    if params is None:
-        params = [param for param in model.parameters() if param.requires_grad]
-    made = _make_optimizer(parsed, optimizer, params)
-    wrapped = _wrap(fabric, model, parsed, made)
-    if lr_scheduler is None:
-        wrapped.lr_scheduler = None if parsed.scheduler is None else parsed.make_scheduler(made)
-    else:
-        wrapped.lr_scheduler = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(made)
+    made = _make_optimizer(parsed, optimizer, model.parameters() if model_parameters is None else model_parameters)
+    wrapped = _wrap(fabric, model, parsed, made, lr_scheduler)
+    wrapped.lr_scheduler = _make_scheduler(parsed, made, lr_scheduler)
     loader = None if training_data is None else _make_loader(fabric, training_data, parsed, collate_fn)
     return wrapped, made, loader, wrapped.lr_scheduler
 
@@ -155,13 +156,38 @@ def _make_optimizer(config: DeepSpeedConfig, optimizer: OptimizerArgument, param
     return config.make_optimizer(params)
 
 
-def _wrap(fabric: Fabric, model: nn.Module, config: DeepSpeedConfig, optimizer: Optimizer) -> DeepSpeedModel:
+def _make_scheduler(config: DeepSpeedConfig, optimizer: Optimizer, scheduler: SchedulerArgument) -> LRScheduler | None:
+    """Return the schedule that was given, or that of the configuration; None if there is none.
+
+    Raises:
+        PlanError: ``step()`` cannot step it.
+    """
+    if scheduler is None:
+        return None if config.scheduler is None else config.make_scheduler(optimizer)
+    made: object = scheduler(optimizer) if callable(scheduler) else scheduler
+    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+        raise PlanError(
+            f"lr_scheduler is a {type(made).__name__}, and step() steps an LRScheduler without a metric; omit it, and "
+            "step it in the script"
+        )
+    return made
+
+
+def _wrap(
+    fabric: Fabric, model: nn.Module, config: DeepSpeedConfig, optimizer: Optimizer, scheduler: SchedulerArgument
+) -> DeepSpeedModel:
     """Return the model with its update, after all ranks have got rank 0's weights."""
     arguments = config.arguments
     precision = parse_precision(arguments.get("precision"))
+    require_new_optimizer(optimizer)
     trained: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
     names = require_known_params(model, trained)
+    require_master_weights(precision, trained, names)
+    require_dense_grads(model)
+    if config.stage > 0 and fabric.num_ranks > 1:
+        require_separate_memory(model, trained)
     broadcast_model(fabric, model)
+    require_same_setup(fabric, config, optimizer, names, scheduler)
     reduce_dtype = torch_dtype(precision.reduce) if precision is not None and precision.casts_grads else None
     rule = GradientRule(config.stage, reduce_dtype, arguments["unused_parameters"])
     options = StepOptions(
@@ -177,13 +203,16 @@ def broadcast_model(fabric: Fabric, model: nn.Module) -> None:
     """Copy the parameters and buffers of rank 0 to all ranks.
 
     Raises:
-        PlanError: ranks have other models.
+        PlanError: ranks have other models, or a buffer whose elements share memory.
     """
     ranks = tuple(range(fabric.num_ranks))
     if len(ranks) == 1:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes: Any = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors]
+    for name, tensor in tensors:
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise PlanError(f"{name} was made by expand(), and its elements share memory; register it after .clone()")
     given = fabric.gather_values("the parameters of the model", shapes, ranks)
     for rank, other in enumerate(given):
         if other != given[0]:
@@ -204,7 +233,16 @@ def _make_loader(
     config: DeepSpeedConfig,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> DataLoader[Any]:
-    """Return a loader of this rank's microbatches, shuffled with seed 0."""
+    """Return a loader of this rank's microbatches, shuffled with seed 0.
+
+    Raises:
+        PlanError: samples have no indices.
+    """
+    if isinstance(samples, IterableDataset):
+        raise PlanError(
+            "training_data is an IterableDataset, whose samples cannot be divided among ranks; omit it, and make a "
+            "DataLoader of this rank's samples in the script"
+        )
     return DataLoader(
         samples,
         batch_size=config.batch_sizes.train_micro_batch_size_per_gpu,

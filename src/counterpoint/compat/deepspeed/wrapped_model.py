@@ -9,7 +9,6 @@ The update happens in the ``step()`` of every ``gradient_accumulation_steps``-th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -24,7 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from counterpoint.compat.deepspeed.checkpoint import load_checkpoint, save_checkpoint
 from counterpoint.compat.deepspeed.config import BatchSizes
 from counterpoint.compat.deepspeed.grad_update import GradientUpdate
-from counterpoint.errors import DataError, PlanError
+from counterpoint.errors import DataError
+from counterpoint.launchers.environment import detect
 from counterpoint.model.precision import Precision
 from counterpoint.partitioning.module_casts import autocast_dtype, cast_modules
 from counterpoint.runtime.loss_scale import LossScaler
@@ -99,11 +99,41 @@ class DeepSpeedModel(nn.Module):
         """The optimizer, whose options may be changed between steps."""
         return self.update.optimizer
 
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank."""
+        return self.fabric.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its host."""
+        environment = detect()
+        return 0 if environment is None else environment.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.fabric.num_ranks
+
+    @property
+    def global_samples(self) -> int:
+        """The samples of all updates over all ranks, skipped updates among them."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def cur_scale(self) -> float:
+        """The present scale of the loss."""
+        return self.scaler.scale
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's parameters."""
+        return next((param.device for param in self.module.parameters()), torch.device("cpu"))
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the model takes and returns
         """Call the model, in the configured precision."""
         dtype = autocast_dtype(self.options.precision)
-        device = next((param.device.type for param in self.module.parameters()), "cpu")
-        with nullcontext() if dtype is None else torch.autocast(device, dtype):
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:  # noqa: ANN401, FBT001, FBT002 - checked; DeepSpeed's
@@ -118,7 +148,7 @@ class DeepSpeedModel(nn.Module):
             The loss, divided by the microbatches of a step.
 
         Raises:
-            DataError: the loss is not a tensor without dims, or has no gradient.
+            DataError: the loss is not a tensor without dims, or has no gradient; or the script has changed gradients.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"is a {type(loss).__name__}"
@@ -128,6 +158,7 @@ class DeepSpeedModel(nn.Module):
                 f"backward() was called with a loss that {what}; it takes the mean loss of the microbatch, one number "
                 "that depends on the parameters"
             )
+        self.update.require_own_grads()
         divided: Tensor = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         root = divided.float() if divided.dtype in {torch.float16, torch.bfloat16} else divided
         torch.autograd.backward(root * (self.scaler.scale / self.fabric.num_ranks), retain_graph=retain_graph)
@@ -139,15 +170,19 @@ class DeepSpeedModel(nn.Module):
         """End a microbatch; at the boundary, update the weights and step the schedule.
 
         Raises:
-            DataError: no ``backward`` was called before, or the gradients are not finite and such steps are not
-                skipped; the weights are unchanged.
+            DataError: no ``backward`` was called before, the gradients are not finite and such steps are not skipped,
+                or gradients, options or the set of parameters are not those of this update; the weights are unchanged.
         """
         if not self.has_backward:
             raise DataError(
                 f"step() was called after {self.micro_steps} microbatches without a backward() since the last one; "
                 "call backward(loss) and step() once for each microbatch"
             )
-        is_boundary, self.has_backward = self.is_gradient_accumulation_boundary(), False
+        is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary:
+            self.update.require_same_params()
+            self.update.require_own_grads()
+        self.has_backward = False
         self.micro_steps += 1
         if is_boundary:
             self.take_step()
@@ -202,6 +237,14 @@ class DeepSpeedModel(nn.Module):
         """Return the samples of one step over all ranks."""
         return self.options.batch_sizes.train_batch_size
 
+    def zero_optimization_stage(self) -> int:
+        """Return the stage of ZeRO."""
+        return self.update.rule.stage
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """Return the state dict of the model."""
+        return self.module.state_dict()
+
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradient over all ranks, before clipping; None before the first step."""
         return self.grad_norm
@@ -237,7 +280,7 @@ class DeepSpeedModel(nn.Module):
             tag: the name of one; that of the latest by default.
 
         Returns:
-            The folder of the checkpoint and the client state; ``(None, {})`` without a latest one.
+            The folder of the checkpoint and the client state; ``(None, None)`` without a latest one.
 
         Raises:
             CheckpointError: it cannot be read, or is of another model or optimizer.
@@ -261,28 +304,18 @@ class DeepSpeedModel(nn.Module):
 
 
 MISSING_METHODS = {
+    "allreduce_gradients": "the step() of the last microbatch reduces",
+    "compile": "call torch.compile(model) before initialize",
+    "destroy": "nothing is to be released: leave it out",
     "eval_batch": "pipelines are plans: cp.parallelize(..., strategy='pipeline(n)')",
     "generate": "call module.generate(...) of the model",
     "no_sync": "gradients are reduced at the boundary: set gradient_accumulation_steps",
     "save_16bit_model": "write torch.save(model.state_dict()) on one rank: every rank has all weights",
     "save_fp16_model": "write torch.save(model.state_dict()) on one rank: every rank has all weights",
+    "set_gradient_accumulation_boundary": "set gradient_accumulation_steps",
+    "set_lr": "set group['lr'] for group in optimizer.param_groups",
+    "set_train_micro_batch_size": "call initialize again with other batch sizes",
     "set_train_batch_size": "call initialize again with other batch sizes",
     "train_batch": "pipelines are plans: cp.parallelize(..., strategy='pipeline(n)')",
 }
 """Methods of DeepSpeed's engine that do not exist here, and what to do instead."""
-
-
-def require_known_params(module: nn.Module, params: Sequence[Tensor]) -> dict[int, str]:
-    """Return the name of each parameter of a model by its ``id``.
-
-    Raises:
-        PlanError: a parameter is not one of the model's.
-    """
-    names = {id(param): name for name, param in module.named_parameters()}
-    unknown = next((param for param in params if id(param) not in names), None)
-    if unknown is not None:
-        raise PlanError(
-            f"the optimizer has a parameter of shape {tuple(unknown.shape)} that is not one of the model's; make it of "
-            "model.parameters()"
-        )
-    return names
