@@ -9,6 +9,7 @@ import pytest
 import counterpoint as cp
 from counterpoint.compat.deepspeed.config import read_config, resolve_batch_sizes
 from counterpoint.compat.deepspeed.config_keys import CONFIG_KEYS, format_config_table
+from counterpoint.compat.deepspeed.schedules import resolve_scheduler
 
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parents[2] / "docs" / "migration" / "deepspeed.md"
@@ -207,3 +208,12 @@ def test_a_file_that_is_not_json_is_an_error_with_its_name(tmp_path):
             read_config(str(path), num_ranks=2)
         assert str(caught.value).startswith(f"{path}: ")
         assert message in str(caught.value)
+
+
+def test_a_warm_up_has_two_steps_at_least_as_in_deepspeed():
+    none, two = (
+        resolve_scheduler("WarmupLR", {"warmup_max_lr": 0.5, "warmup_num_steps": num_steps}) for num_steps in (0, 2)
+    )
+    rates = [none.learning_rates(num_updates, [0.1]) for num_updates in range(4)]
+    assert rates == [two.learning_rates(num_updates, [0.1]) for num_updates in range(4)]
+    assert rates[-1] == [0.5]
