@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from counterpoint.compiler.compile import compile  # noqa: A004 - as the library names it
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
-from counterpoint.partitioning.export_trace import TracedGraph, export_graph
+from counterpoint.partitioning.tracing.export_trace import TracedGraph, export_graph
 
 PLAIN = (
     *(bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type),
@@ -28,9 +28,9 @@ MAX_PROGRAMS = 500
 @pytest.fixture(autouse=True)
 def _share_traces(monkeypatch):
     """A model that many tests train under many plans is traced once; a conftest imports this for its folder."""
-    if (traced := sys.modules.get("counterpoint.partitioning.traced")) is not None:
+    if (traced := sys.modules.get("counterpoint.partitioning.tracing.traced")) is not None:
         monkeypatch.setattr(traced, "export_graph", export_or_share)
-    if (run_compiler := sys.modules.get("counterpoint.training.run_compiler")) is not None:
+    if (run_compiler := sys.modules.get("counterpoint.training.ranks.run_compiler")) is not None:
         monkeypatch.setattr(run_compiler, "compile", compile_or_share)
 
 

@@ -12,7 +12,7 @@ from counterpoint.elastic.sync_policy import SyncPolicy
 from counterpoint.ps.process import join, read_job_file
 from counterpoint.ps.update_rules import NormalInit
 from counterpoint.rpc.job_key import read_key
-from counterpoint.training.process_memory import RetainedMemory
+from counterpoint.training.ranks.process_memory import RetainedMemory
 
 
 def make_remote_module(name, session, ahead):

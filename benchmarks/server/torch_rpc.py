@@ -18,7 +18,7 @@ from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 
-from counterpoint.training.process_memory import RetainedMemory
+from counterpoint.training.ranks.process_memory import RetainedMemory
 
 SERVER, MASTER = "ps", "master"
 

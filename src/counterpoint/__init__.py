@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from counterpoint.program.text import format_program, parse_program
     from counterpoint.program.trace import Trace
     from counterpoint.program.verify.verifier import verify
-    from counterpoint.runtime.loss_reduction import WeightedMean
-    from counterpoint.runtime.loss_scale import DynamicLossScale
+    from counterpoint.runtime.loss.loss_reduction import WeightedMean
+    from counterpoint.runtime.loss.loss_scale import DynamicLossScale
     from counterpoint.simulator.simulate import simulate
     from counterpoint.strategies.data import Data
     from counterpoint.strategies.parameter_server import Server
@@ -57,7 +57,7 @@ _MODULES = {
     "CounterpointError": "errors",
     "Data": "strategies.data",
     "DataError": "errors",
-    "DynamicLossScale": "runtime.loss_scale",
+    "DynamicLossScale": "runtime.loss.loss_scale",
     "ElasticTrainer": "training.elastic_trainer",
     "History": "training.callbacks.callback",
     "LAMB": "optim.lamb",
@@ -77,7 +77,7 @@ _MODULES = {
     "Tensor": "strategies.tensor",
     "Trace": "program.trace",
     "Trainer": "training.trainer",
-    "WeightedMean": "runtime.loss_reduction",
+    "WeightedMean": "runtime.loss.loss_reduction",
     "Zero": "strategies.zero",
     "compile": "compiler.compile",
     "export_checkpoint": "training.checkpointing.export",

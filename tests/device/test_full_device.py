@@ -14,7 +14,7 @@ from counterpoint.errors import PlanError
 from counterpoint.plan.plan import Plan
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
-from counterpoint.training.device_memory import possible_changes
+from counterpoint.training.ranks.device_memory import possible_changes
 
 KIB = 1 << 10
 

@@ -21,8 +21,8 @@ from counterpoint.testing.device_survey import batches, build, make_optimizer
 from counterpoint.testing.stand_in_collectives import StreamedWorld
 from counterpoint.testing.stand_in_device import DEVICE
 from counterpoint.testing.stand_in_streams import SourceLine
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 SOURCE = Path(counterpoint.__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,8 +17,8 @@ from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.testing.parity import relative_difference
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
+from counterpoint.training.ranks.local_ranks import LocalRanks
 from tests.references import async_pipeline
 
 WIDTH = 4

@@ -41,7 +41,7 @@ IMPORTS_BY_NAME = {
     "src/counterpoint/launchers/function_main.py": "the function that `launch` was given by this user's own script",
     "src/counterpoint/launchers/rank_main.py": "the script of this user's own command line",
     "src/counterpoint/launchers/script.py": "the script of this user's own command line",
-    "src/counterpoint/partitioning/lazy_networkx.py": "networkx, when torch first needs it",
+    "src/counterpoint/partitioning/tracing/lazy_networkx.py": "networkx, when torch first needs it",
     "src/counterpoint/spark/module_codec.py": "classes of a model: torch's own from a table, others if the user trusts them",
     "src/counterpoint/testing/claims.py": "the scripts of benchmarks/ in this repository",
 }

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from tests.covering import each_value_once
 from tests.partitioning.models import ALL
 from tests.partitioning.segment_runs import worst_of

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from counterpoint.partitioning.partition import partition_model
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from tests.covering import each_value_once
 from tests.partitioning.models import ALL, cnn, gpt, long_skip
 from tests.partitioning.segment_runs import in_segments, seed, worst_of

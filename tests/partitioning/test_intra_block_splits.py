@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from counterpoint.partitioning.input_shapes import list_input_shapes
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from tests.partitioning.models import gpt, residual
 from tests.partitioning.segment_runs import with_samples
 

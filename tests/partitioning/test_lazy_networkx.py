@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from counterpoint.partitioning import lazy_networkx as unloaded
-from counterpoint.partitioning.lazy_networkx import LazyNetworkx, without_networkx
+from counterpoint.partitioning.tracing import lazy_networkx as unloaded
+from counterpoint.partitioning.tracing.lazy_networkx import LazyNetworkx, without_networkx
 
 LIBRARY = "stand_in_for"
 READING = "import stand_in_for\nclass Reader:\n    def read(self, graph: stand_in_for.DiGraph): ...\n"
@@ -94,7 +94,7 @@ def test_where_there_is_none_nothing_happens(monkeypatch):
 
 TRACING = """
 import sys, torch
-from counterpoint.partitioning.export_trace import export_graph
+from counterpoint.partitioning.tracing.export_trace import export_graph
 export_graph(torch.nn.Linear(2, 2), (torch.ones(3, 2),), training=True)
 assert "torch._functorch.partitioners" in sys.modules
 assert not [name for name in sys.modules if name.split(".")[0] == "networkx"]

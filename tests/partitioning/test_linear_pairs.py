@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.traced import TracedPartition
-from counterpoint.partitioning.verify_tensor_parallel import shard_params, verify_tensor_parallel
+from counterpoint.partitioning.tracing.traced import TracedPartition
+from counterpoint.partitioning.tracing.verify_tensor_parallel import shard_params, verify_tensor_parallel
 from tests.partitioning.models import FusedAttention, fixed_heads, gpt, perceptron, transposed
 from tests.partitioning.segment_runs import clone_tensors, forward, seed
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from counterpoint.partitioning.partition import partition_model
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.partitioning.whole_model import WholeModel
 from tests.partitioning.models import cnn, gpt, perceptron, recurrent
 

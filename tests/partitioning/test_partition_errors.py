@@ -9,7 +9,7 @@ from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.partition import partition_model
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from tests.partitioning.models import draws_in_forward, long_skip, perceptron
 from tests.partitioning.segment_runs import clone_tensors, seed
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.partition import partition_model
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from tests.partitioning.segment_runs import clone_tensors, seed
 
 

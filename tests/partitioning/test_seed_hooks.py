@@ -6,7 +6,7 @@ from torch import nn
 from counterpoint.partitioning.partition import partition_model
 from counterpoint.partitioning.seed_hooks import SeedHooks, seeded_modules
 from counterpoint.partitioning.sequential import SequentialPartition
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from tests.partitioning.models import draws_in_forward, gpt, perceptron
 from tests.partitioning.segment_runs import clone_tensors, seed, worst_of
 

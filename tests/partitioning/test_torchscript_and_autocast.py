@@ -9,8 +9,8 @@ from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.partition import partition_model
-from counterpoint.partitioning.traced import TracedPartition
-from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
+from counterpoint.partitioning.tracing.traced import TracedPartition
+from counterpoint.partitioning.tracing.verify_tensor_parallel import verify_tensor_parallel
 from tests.partitioning.segment_runs import clone_tensors, seed
 
 

@@ -10,10 +10,10 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.export_trace import export_graph
 from counterpoint.partitioning.input_shapes import list_input_shapes
-from counterpoint.partitioning.split_trace import choose_split_points
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.export_trace import export_graph
+from counterpoint.partitioning.tracing.split_trace import choose_split_points
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.testing.parity import relative_difference, train
 from counterpoint.testing.parity_models import ParityModel, TrainConfig, plan_for
 from tests.covering import each_value_once

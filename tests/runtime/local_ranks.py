@@ -14,8 +14,8 @@ from counterpoint.fabric.local import LocalWorld
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 WIDTH = 6
 ADAMW = partial(optim.AdamW, lr=1e-2)

@@ -10,9 +10,9 @@ from counterpoint.errors import DataError
 from counterpoint.model.compilation import Compilation
 from counterpoint.partitioning.segment_compiler import SegmentCompiler, with_mode
 from counterpoint.runtime.compiled_draws import CompiledMode, write_draws
-from counterpoint.runtime.draw_sites import DrawSite, DrawSites
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.rng import SampleRange, SampleRNG
+from counterpoint.runtime.rng.draw_sites import DrawSite, DrawSites
+from counterpoint.runtime.rng.sample_rng import SampleRange, SampleRNG
 from tests.runtime.test_random_functions import DRAWS
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from counterpoint.runtime.draw_sites import DrawSite, RecordedDraw, describe_unkeyed, find_batch_dim, find_draw_sites
+from counterpoint.runtime.rng.draw_sites import (
+    DrawSite,
+    RecordedDraw,
+    describe_unkeyed,
+    find_batch_dim,
+    find_draw_sites,
+)
 from tests.mistakes.documented import documented_messages
 
 

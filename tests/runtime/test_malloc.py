@@ -13,7 +13,7 @@ from counterpoint.runtime.malloc import (
     MallocHeap,
     heap_of_process,
 )
-from counterpoint.training.process_memory import RetainedMemory
+from counterpoint.training.ranks.process_memory import RetainedMemory
 from tests.runtime.local_ranks import build_local_ranks, make_batch
 
 RETAINED = {MALLOPT_PARAMETERS[name]: value for name, value in RETAIN_FREED.items()}
@@ -22,7 +22,7 @@ GLIBC = pytest.mark.skipif(heap_of_process() is None, reason="the C library is n
 
 FAULTS = """
 import ctypes, resource, sys
-from counterpoint.training.process_memory import RetainedMemory
+from counterpoint.training.ranks.process_memory import RetainedMemory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

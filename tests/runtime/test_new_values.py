@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from counterpoint.runtime.new_values import MAX_FOUND, NewValues
+from counterpoint.runtime.loss.new_values import MAX_FOUND, NewValues
 
 
 def find(values, *batches):

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from counterpoint.runtime.draw_sites import DrawRecorder, DrawSite, DrawSites
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.random_functions import random_functions
-from counterpoint.runtime.rng import SampleRange, SampleRNG
+from counterpoint.runtime.rng.draw_sites import DrawRecorder, DrawSite, DrawSites
+from counterpoint.runtime.rng.random_functions import random_functions
+from counterpoint.runtime.rng.sample_rng import SampleRange, SampleRNG
 
 SHAPE = (4, 25_000)
 DTYPES = [torch.float32, torch.float64]

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.partitioning.seed_hooks import SeedHooks
-from counterpoint.runtime.draw_sites import DrawSite, DrawSites
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.philox import philox_words
-from counterpoint.runtime.rng import SampleRange, SampleRNG, hash_seed
+from counterpoint.runtime.rng.draw_sites import DrawSite, DrawSites
+from counterpoint.runtime.rng.sample_rng import SampleRange, SampleRNG, hash_seed
 
 words = st.integers(-(2**63), 2**63 - 1)
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from counterpoint.errors import DataError
-from counterpoint.runtime.loss_scale import DynamicLossScale
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale
 from counterpoint.runtime.params.grad_check import GradReport
 from counterpoint.runtime.step_commit import (
     StepGuard,

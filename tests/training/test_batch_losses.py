@@ -10,7 +10,7 @@ from torch import nn
 
 import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
-from counterpoint.runtime.batch_loss import merge_leaf
+from counterpoint.runtime.loss.batch_loss import merge_leaf
 from tests.training.trainers import build_seeded, max_difference, params_of
 
 SAMPLES = 12

@@ -10,7 +10,7 @@ from torch import nn
 import counterpoint as cp
 from counterpoint.checkpoint.reader import Checkpoint
 from counterpoint.errors import PlanError
-from counterpoint.runtime.loss_parameters import find_loss_module
+from counterpoint.runtime.loss.loss_parameters import find_loss_module
 from tests.training.trainers import max_difference, mlp, params_of
 
 SAMPLES = 12

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 import counterpoint as cp
-from counterpoint.runtime.loss_scale import MAX_SCALE, LossScaler
+from counterpoint.runtime.loss.loss_scale import MAX_SCALE, LossScaler
 from counterpoint.testing.device_survey import MODEL_PLANS, PLANS, SYSTEMS, batches, make_step
 from counterpoint.testing.parity_models import plan_for
 from tests.training.test_nonfinite_gradients import marked_data, planted, train as train_planted

@@ -8,7 +8,7 @@ from torch import nn
 import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
 from counterpoint.runtime.microbatches import SlicedBatch
-from counterpoint.training.model_loss_check import ModelLossCheck
+from counterpoint.training.model_checks.model_loss_check import ModelLossCheck
 from tests.training.trainers import max_difference, params_of
 
 SAMPLES, LENGTH, TOKENS = 8, 6, 13

@@ -10,7 +10,7 @@ from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.memory_suggestions import PlanningProblem
 from counterpoint.training.batches.batch_source import open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
-from counterpoint.training.plan_trials import (
+from counterpoint.training.ranks.plan_trials import (
     NEAR_FASTEST_FACTORS,
     ROUNDS,
     TrialRunner,
@@ -21,7 +21,7 @@ from counterpoint.world.cluster import Cluster, Device
 from tests.planner.models import layers
 from tests.training.trainers import ADAMW, batch_norm_mlp, build_seeded, dataset, max_difference, mlp, params_of
 
-ROUND_S = "counterpoint.training.plan_trials.ROUND_S"
+ROUND_S = "counterpoint.training.ranks.plan_trials.ROUND_S"
 QUESTION = PlanningProblem(layers(4, cost=1e9), Cluster(), 16)
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import counterpoint as cp
 from counterpoint.errors import CounterpointError
-from counterpoint.runtime.loss_reduction import compute_plain_loss
+from counterpoint.runtime.loss.loss_reduction import compute_plain_loss
 from tests.covering import given_few_or_many
 from tests.training.trainers import params_of
 

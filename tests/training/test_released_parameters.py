@@ -9,7 +9,7 @@ from torch import nn, optim
 import counterpoint as cp
 from counterpoint.testing.parity import TOLERANCE
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
-from counterpoint.training.process_memory import MIN_BYTES, ReleasedParameters, is_private_cpu_tensor
+from counterpoint.training.ranks.process_memory import MIN_BYTES, ReleasedParameters, is_private_cpu_tensor
 from tests.process.forked_ranks import run_forked
 from tests.training.trainers import equal_bits, max_difference, params_of
 

@@ -15,7 +15,7 @@ from counterpoint.program.comm_volume import bytes_by_instruction
 from counterpoint.program.text import parse_instruction
 from counterpoint.testing.parity import relative_difference
 from counterpoint.training.plan_resolution import share_params_per_host
-from counterpoint.training.step_trace import trace_step
+from counterpoint.training.ranks.step_trace import trace_step
 from tests.runtime import local_ranks as teams
 from tests.training.trainers import (
     ADAMW,

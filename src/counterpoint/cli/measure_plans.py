@@ -16,7 +16,7 @@ from counterpoint.planner.choose import PlanChoice, PlanTrial, candidates_to_mea
 from counterpoint.planner.ranking import RejectedPlan
 from counterpoint.program.trace import Trace
 from counterpoint.training.distributed_world import open_world
-from counterpoint.training.plan_trials import TrialTarget, run_trials
+from counterpoint.training.ranks.plan_trials import TrialTarget, run_trials
 
 
 def measure_on_this_host(name: tuple[str, list[str], int], choice: PlanChoice, count: int) -> PlanChoice:

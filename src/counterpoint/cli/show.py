@@ -118,9 +118,9 @@ def compile_workload(
         PlanError: the plan and the model do not fit together.
     """
     from counterpoint.fabric.local import LocalWorld
-    from counterpoint.training.local_ranks import LocalRanks
+    from counterpoint.training.model_checks.validation import min_microbatch_size
     from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES, RequestedPlan, make_auto_strategy
-    from counterpoint.training.validation import min_microbatch_size
+    from counterpoint.training.ranks.local_ranks import LocalRanks
 
     requested = workload.requested_plan
     if requested is None or strategy is not None:

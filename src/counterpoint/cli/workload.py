@@ -15,7 +15,7 @@ from counterpoint.launchers.script import is_script
 if TYPE_CHECKING:
     from torch import nn
 
-    from counterpoint.runtime.loss_reduction import LossFunction
+    from counterpoint.runtime.loss.loss_reduction import LossFunction
     from counterpoint.runtime.microbatches import MicrobatchSource
     from counterpoint.runtime.optimizer_spec import OptimizerSpec
     from counterpoint.training.options import TrainingOptions

@@ -10,13 +10,13 @@ from torch import nn
 from counterpoint.errors import PlanError
 from counterpoint.model.compilation import Compilation
 from counterpoint.partitioning.dry_run import Inputs, check_call, reject_torchscript
-from counterpoint.partitioning.linear_pairs import DimNames
 from counterpoint.partitioning.partitioned_model import PartitionedModel
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
 from counterpoint.partitioning.segment_compiler import SegmentCompiler
 from counterpoint.partitioning.sequential import SequentialPartition, splittable_modules
-from counterpoint.partitioning.split_points import require_modules
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.linear_pairs import DimNames
+from counterpoint.partitioning.tracing.split_points import require_modules
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.partitioning.whole_model import WholeModel
 
 PartitionGranularity: TypeAlias = Literal["whole", "blocks", "tensor_parallel"]

@@ -28,9 +28,9 @@ from counterpoint.profiler.exponent_histogram import (
     new_bins,
     read_bins,
 )
-from counterpoint.runtime.loss_parameters import find_loss_module, trainable_loss_params
-from counterpoint.runtime.loss_reduction import LossFunction, compute_plain_loss
-from counterpoint.runtime.loss_state import LossState, preserve_loss_module
+from counterpoint.runtime.loss.loss_parameters import find_loss_module, trainable_loss_params
+from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_plain_loss
+from counterpoint.runtime.loss.loss_state import LossState, preserve_loss_module
 from counterpoint.runtime.microbatches import autocast_as, current_autocasts
 from counterpoint.viz.number_format import format_share
 

@@ -32,8 +32,8 @@ from counterpoint.profiler.timer import Clock, RepeatPolicy, column_medians, dev
 from counterpoint.program.instruction import Backward, Forward, Instruction, Update
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor
 from counterpoint.runtime.interpreter import Interpreter
-from counterpoint.runtime.loss_parameters import find_loss_module
-from counterpoint.runtime.loss_state import preserve_loss_module
+from counterpoint.runtime.loss.loss_parameters import find_loss_module
+from counterpoint.runtime.loss.loss_state import preserve_loss_module
 from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 

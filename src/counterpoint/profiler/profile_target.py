@@ -24,7 +24,7 @@ from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor
 from counterpoint.runtime.batch_norm.deferred import find_batch_norm_buffers
 from counterpoint.runtime.interpreter import Interpreter
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RunSpec, bind_segments, build_rank

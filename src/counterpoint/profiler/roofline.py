@@ -29,7 +29,7 @@ from counterpoint.partitioning.flop_counter import FlopCounter, OpCost
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.profiler.profile_target import ProfileTarget, storage_sizes
-from counterpoint.runtime.loss_reduction import compute_plain_loss
+from counterpoint.runtime.loss.loss_reduction import compute_plain_loss
 from counterpoint.simulator.cost_model import ADAM_PASSES
 from counterpoint.simulator.memory_traffic import ADD_PASSES
 from counterpoint.world.cluster import Device

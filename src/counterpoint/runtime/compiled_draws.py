@@ -5,7 +5,7 @@ model draws. Seeds, paths of modules and positions of samples are values of this
 the graph: identical blocks share one, and a forward that runs again in a backward has the same masks.
 
 Source:
-    Philox, as in :mod:`counterpoint.runtime.rng`.
+    Philox, as in :mod:`counterpoint.runtime.rng.sample_rng`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import DataError
 from counterpoint.runtime.kernels.function_mode import TorchFunction
-from counterpoint.runtime.loss_reduction import PARSERS
-from counterpoint.runtime.random_functions import COMPOSITES, IMPLEMENTATIONS
-from counterpoint.runtime.rng import Draw, SampleRange
+from counterpoint.runtime.loss.loss_reduction import PARSERS
+from counterpoint.runtime.rng.random_functions import COMPOSITES, IMPLEMENTATIONS
+from counterpoint.runtime.rng.sample_rng import Draw, SampleRange
 
 
 class DrawOperators(NamedTuple):

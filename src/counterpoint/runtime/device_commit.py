@@ -26,8 +26,8 @@ from torch import Tensor
 from counterpoint.device.accelerator import Accelerator, HostCopy
 from counterpoint.device.late_number import LateNumber
 from counterpoint.fabric.fabric import Fabric, Group
-from counterpoint.runtime.loss_reduction import PartTotal
-from counterpoint.runtime.loss_scale import MAX_SCALE, DynamicLossScale
+from counterpoint.runtime.loss.loss_reduction import PartTotal
+from counterpoint.runtime.loss.loss_scale import MAX_SCALE, DynamicLossScale
 from counterpoint.runtime.params.grad_check import DeviceGradReport, GradReport
 from counterpoint.runtime.step_commit import (
     SUM,

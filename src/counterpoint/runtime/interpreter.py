@@ -53,8 +53,8 @@ from counterpoint.runtime.device_commit import (
     gather_rows,
     scale_grad,
 )
-from counterpoint.runtime.loss_reduction import PartTotal
-from counterpoint.runtime.loss_scale import DynamicLossScale, LossScaler
+from counterpoint.runtime.loss.loss_reduction import PartTotal
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale, LossScaler
 from counterpoint.runtime.lowering import (
     ApplyPushesRun,
     BackwardRun,
@@ -74,7 +74,7 @@ from counterpoint.runtime.params.grad_check import DeviceGradReport
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rank_state import CallTiming, RankState
 from counterpoint.runtime.replica_check import ReplicaChecksum
-from counterpoint.runtime.rng import SampleRNG
+from counterpoint.runtime.rng.sample_rng import SampleRNG
 from counterpoint.runtime.step_commit import (
     PARTS,
     GivenValues,

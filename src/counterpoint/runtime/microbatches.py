@@ -65,16 +65,20 @@ class SlicedBatch:
         batch: inputs and targets; each a tensor, or a tuple or dict of tensors, with the samples along dim 0.
         sample_ranges: for each microbatch its first sample and one past its last.
         autocasts: the autocasts to compute it under in an asynchronous pipeline; None for the current ones.
+
+    Attributes:
+        sizes: the number of samples of each microbatch.
     """
 
     batch: tuple[Any, Any]
     sample_ranges: tuple[tuple[int, int], ...]
     autocasts: Autocasts | None = None
+    sizes: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
-    @property
-    def sizes(self) -> dict[int, int]:
-        """Number of samples of each microbatch."""
-        return {micro: stop - start for micro, (start, stop) in enumerate(self.sample_ranges)}
+    def __post_init__(self) -> None:
+        """Count the samples once: a step asks for them often."""
+        sizes = {micro: stop - start for micro, (start, stop) in enumerate(self.sample_ranges)}
+        object.__setattr__(self, "sizes", sizes)
 
     def inputs(self, micro: int) -> Any:  # noqa: ANN401 - whatever the model takes
         """Return the model's inputs for a microbatch."""
@@ -209,7 +213,7 @@ class LossFactors:
     Args:
         sample_fractions: for each microbatch its samples divided by those of its loss scope.
         is_whole: the microbatches that are alone in their loss scope, so that their mean is that of the batch.
-        weight_unit: of the weights of weighted means, see :mod:`counterpoint.runtime.loss_reduction`.
+        weight_unit: of the weights of weighted means, see :mod:`counterpoint.runtime.loss.loss_reduction`.
         loss_scale: the factor of all losses in backward; a tensor if a device has decided it.
         upstream_ratios: by microbatch and sender of its gradient the factor from the sender's loss scope to this
             rank's;

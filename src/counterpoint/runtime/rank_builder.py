@@ -7,6 +7,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -50,10 +52,9 @@ from counterpoint.runtime.batch_norm.sync import (
     require_no_sync_in_async_pipeline,
     require_not_recomputed,
 )
-from counterpoint.runtime.draw_sites import DrawSites
 from counterpoint.runtime.interpreter import Interpreter
-from counterpoint.runtime.loss_parameters import LossParameters
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_parameters import LossParameters
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
@@ -61,7 +62,8 @@ from counterpoint.runtime.params.grad_check import GradCheck, find_share_factor
 from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
 from counterpoint.runtime.params.shared_params import SharedGradHook
 from counterpoint.runtime.params.unit_roles import find_unit_roles
-from counterpoint.runtime.rng import SampleRNG
+from counterpoint.runtime.rng.draw_sites import DrawSites
+from counterpoint.runtime.rng.sample_rng import SampleRNG
 from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.runtime.stochastic_rounding import StochasticRounding
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
@@ -299,6 +301,7 @@ class StaleGradientHook:
 
 OWN_HOOKS = (StaleGradientHook, SharedGradHook)
 """Hooks that ranks register themselves."""
+BACKWARD_HOOKS_OF, POST_HOOKS_OF = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 class GradHookCheck:
@@ -316,6 +319,9 @@ class GradHookCheck:
 
     def __init__(self, model: nn.Module, partition: PartitionedModel, plan: Plan) -> None:
         self.params, self.plan = list(model.named_parameters()), plan
+        self.tensors = [param for _, param in self.params]
+        self.seen: list[dict[int, Any]] = []  # the hooks of all parameters that have some, and their numbers
+        self.num_seen: list[int] = []
         self.are_called = plan.num_ranks == 1 and isinstance(partition, WholeModel)
         self.is_exact = self.are_called and plan.global_num_microbatches == 1
 
@@ -325,7 +331,7 @@ class GradHookCheck:
         Raises:
             PlanError: one has.
         """
-        if self.is_exact:
+        if self.is_exact or not self._are_new():
             return
         for name, param in self.params:
             # there is no other way to see them
@@ -357,6 +363,15 @@ class GradHookCheck:
             )
             self.is_exact = True  # warned once
             return
+
+    def _are_new(self) -> bool:
+        """Return whether there are other hooks than at the last call; reads many parameters in a few calls."""
+        found = [*filter(None, chain(map(BACKWARD_HOOKS_OF, self.tensors), map(POST_HOOKS_OF, self.tensors)))]
+        numbers = [*map(len, found)]
+        if numbers == self.num_seen and all(map(is_, found, self.seen)):
+            return False
+        self.seen, self.num_seen = found, numbers
+        return True
 
 
 def bind_segments(

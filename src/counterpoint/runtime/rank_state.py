@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from counterpoint.runtime.device_commit import LateResult, PendingCommit
-from counterpoint.runtime.loss_scale import LossScaler
+from counterpoint.runtime.loss.loss_scale import LossScaler
 from counterpoint.runtime.step_commit import StepResult, merge_results
 
 
@@ -47,7 +47,8 @@ class RankState:
         scale: what the last commit multiplies gradients with; a rank with several commits in a step has one for each.
         skip_update: whether the updates after the last commit are skipped.
         skip_delayed_update: whether the update with this step's delayed gradients will be skipped.
-        weight_unit: the unit of the weights of losses in this step, see :mod:`counterpoint.runtime.loss_reduction`.
+        weight_unit: the unit of the weights of losses in this step, see
+            :mod:`counterpoint.runtime.loss.loss_reduction`.
         delayed_mean_factor: what makes the delayed gradients those of a weighted mean.
         loss_scaler: the loss scale of this step, and what the next one depends on.
         push_log: the pushes that a server has applied, in order.

@@ -16,9 +16,9 @@ from counterpoint.errors import PlanError
 from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.pytree import has_plain_entries
-from counterpoint.runtime.draw_sites import DrawRecorder, UnkeyedDrawDetector
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.random_functions import random_functions
+from counterpoint.runtime.rng.draw_sites import DrawRecorder, UnkeyedDrawDetector
+from counterpoint.runtime.rng.random_functions import random_functions
 
 
 def require_sample_independence(

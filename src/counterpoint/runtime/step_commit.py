@@ -23,8 +23,8 @@ import torch
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.fingerprint import format_ranks
-from counterpoint.runtime.loss_reduction import PartTotal, choose_unit
-from counterpoint.runtime.loss_scale import DynamicLossScale
+from counterpoint.runtime.loss.loss_reduction import PartTotal, choose_unit
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale
 from counterpoint.runtime.params.grad_check import NO_REPORT, GradReport
 from counterpoint.terminal_text import warn
 
@@ -127,7 +127,8 @@ class StepResult:
         skip_reason: what was not finite, so that the step is skipped; else empty. A step without samples is skipped,
             too: :func:`decide_skips`.
         loss_weight: what the loss was divided by: the number of samples, or the sum of the weights of weighted means.
-        weight_unit: the unit of the weights of the next step's losses, see :mod:`counterpoint.runtime.loss_reduction`.
+        weight_unit: the unit of the weights of the next step's losses, see
+            :mod:`counterpoint.runtime.loss.loss_reduction`.
         mean_factor: what makes this step's gradients those of the weighted mean, without the loss scale; part of
             ``scale``, unless the gradients are delayed.
         is_sum: whether the loss is a sum.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from counterpoint.runtime.kernels.philox import philox_words
 from counterpoint.runtime.params.flat_layout import ParamRange
-from counterpoint.runtime.rng import hash_seed
+from counterpoint.runtime.rng.sample_rng import hash_seed
 
 ROW = 4096
 """Elements of a parameter that are one sample of the generator."""

@@ -15,7 +15,7 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable
 from torch import nn
 
 from counterpoint.errors import CheckpointError, PlanError
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.spark.barrier_fit import fit_as_rank, load_named_tensors, named_tensors, with_learning_rate
 from counterpoint.spark.module_codec import Trust, add_trusted, decode_model_table, encode_module
 from counterpoint.spark.predictor import Predictor

@@ -25,8 +25,8 @@ from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Instruction, Update
 from counterpoint.program.program import RankProgram
 from counterpoint.program.text import format_instruction
-from counterpoint.runtime.loss_parameters import require_no_loss_params
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_parameters import require_no_loss_params
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.spark.checkpoint import SparkTrainingTarget, initial_slices, load_into_model, load_slices, save_slices
 from counterpoint.spark.samples import PartitionInfo, inspect_partitions, pack_partitions, to_sample_rdd
@@ -46,8 +46,8 @@ from counterpoint.spark.weight_slices import make_layout, make_slice_optimizer
 from counterpoint.strategies.systems.bigdl import bigdl
 from counterpoint.terminal_text import warn
 from counterpoint.training.checkpointing.save_restore import TrainProgress
+from counterpoint.training.model_checks.validation import require_directory_path, wrap_optimizer
 from counterpoint.training.model_partition import drop_frozen_params
-from counterpoint.training.validation import require_directory_path, wrap_optimizer
 
 
 def compile_training(

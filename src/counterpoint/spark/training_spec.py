@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.batch_statistics import modules_with_running_stats
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.params.flat_layout import FlatLayout
 from counterpoint.runtime.params.grad_check import ParamGroup
 from counterpoint.spark.failures import serialization_error

@@ -33,9 +33,9 @@ from counterpoint.testing.parity_models import (
 )
 from counterpoint.testing.reference_loop import ReferenceRun, expected_buffers, train_reference
 from counterpoint.training.distributed_world import FabricWorld, open_world
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.parity import relative_difference as relative_difference
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 TOLERANCE = 1e-12
 

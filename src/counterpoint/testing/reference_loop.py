@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.data.sampler import split_batch
 from counterpoint.program.instruction import Forward
-from counterpoint.runtime.draw_sites import find_draw_sites
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.rng import SampleRange, SampleRNG
+from counterpoint.runtime.rng.draw_sites import find_draw_sites
+from counterpoint.runtime.rng.sample_rng import SampleRange, SampleRNG
 from counterpoint.testing.parity_models import ParityModel, TrainConfig
 
 BufferIncrements = list[dict[int, dict[str, Tensor]]]

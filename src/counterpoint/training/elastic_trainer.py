@@ -28,13 +28,13 @@ from counterpoint.ps.consistency import Bsp, Consistency, ConsistencyName, parse
 from counterpoint.ps.job_config import JobConfig, RetryPolicy, Timeouts
 from counterpoint.ps.session import Session
 from counterpoint.ps.update_rules import Initializer
-from counterpoint.runtime.loss_check import SUMS_REMEDY, LossCheck
-from counterpoint.runtime.loss_parameters import require_no_loss_params
-from counterpoint.runtime.loss_reduction import LossFunction, compute_sample_mean
+from counterpoint.runtime.loss.loss_check import SUMS_REMEDY, LossCheck
+from counterpoint.runtime.loss.loss_parameters import require_no_loss_params
+from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_sample_mean
 from counterpoint.training.callbacks.callback import EvaluationEnd
 from counterpoint.training.evaluation import MetricsFn, make_loss_metric
 from counterpoint.training.metrics import merge_metrics
-from counterpoint.training.process_memory import RetainedMemory
+from counterpoint.training.ranks.process_memory import RetainedMemory
 
 DEFAULT_SLICES_PER_STEP = 4
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from counterpoint.data.sampler import Cursor
-from counterpoint.runtime.loss_reduction import LossFunction, compute_mean_loss
+from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_mean_loss
 from counterpoint.training.batches.batch_source import BatchSource
 from counterpoint.training.batches.global_batch import collect_lengths
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.metrics import MeanMetric, Metrics, merge_metrics
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 MetricsFn: TypeAlias = Callable[[Any, Any], Metrics]
 

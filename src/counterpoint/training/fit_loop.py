@@ -21,7 +21,7 @@ from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.device_commit import LateResult
-from counterpoint.runtime.loss_scale import DynamicLossScale, parse_loss_scale
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale, parse_loss_scale
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.step_commit import StepResult
 from counterpoint.terminal_text import warn
@@ -56,9 +56,9 @@ from counterpoint.training.checkpointing.restored_options import (
 from counterpoint.training.checkpointing.train_state import decode_position
 from counterpoint.training.distributed_world import has_remote_ranks
 from counterpoint.training.evaluation import MetricsFn, evaluate
-from counterpoint.training.local_ranks import LocalRanks
-from counterpoint.training.step_trace import trace_step
-from counterpoint.training.validation import require_directory_path
+from counterpoint.training.model_checks.validation import require_directory_path
+from counterpoint.training.ranks.local_ranks import LocalRanks
+from counterpoint.training.ranks.step_trace import trace_step
 from counterpoint.value_codec import encode_value
 
 

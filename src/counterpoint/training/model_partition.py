@@ -22,7 +22,7 @@ from counterpoint.partitioning.partitioned_model import PartitionedModel, as_cal
 from counterpoint.plan.plan import Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.planner.prepare import with_explicit_partition
-from counterpoint.runtime.loss_parameters import add_loss_params
+from counterpoint.runtime.loss.loss_parameters import add_loss_params
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.training.options import TrainingOptions

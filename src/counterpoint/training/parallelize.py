@@ -21,7 +21,7 @@ from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.device_commit import LateResult
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.runtime.step_commit import StepResult
@@ -36,9 +36,8 @@ from counterpoint.training.batches.global_batch import (
 )
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
-from counterpoint.training.local_ranks import LocalRanks, abort_training
+from counterpoint.training.model_checks.validation import OptimizerArgument, min_microbatch_size, wrap_optimizer
 from counterpoint.training.options import RENAMED_VALUES
-from counterpoint.training.placement import place_model
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     AutoStrategy,
@@ -49,9 +48,10 @@ from counterpoint.training.plan_resolution import (
     resolve_initial_plan,
 )
 from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_arguments, describe_ranks
+from counterpoint.training.ranks.local_ranks import LocalRanks, abort_training
+from counterpoint.training.ranks.placement import place_model
 from counterpoint.training.recording import ONE_RANK, record_call
 from counterpoint.training.step_facts import describe_form
-from counterpoint.training.validation import OptimizerArgument, min_microbatch_size, wrap_optimizer
 
 if TYPE_CHECKING:
     from counterpoint.training.callbacks.loop_reporter import LoopReporter
@@ -458,7 +458,7 @@ class TrainStep:
         """
         local_ranks = self.local_ranks
         if self.auto_strategy is not None:
-            from counterpoint.training.plan_trials import TrialTarget, select_plan
+            from counterpoint.training.ranks.plan_trials import TrialTarget, select_plan
 
             make_world = partial(sibling_world, local_ranks.world, local_ranks.options.timeout_s)
             make_batch = partial(make_global_batch, batch, count)

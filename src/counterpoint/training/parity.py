@@ -26,22 +26,22 @@ from counterpoint.partitioning.dry_run import split_call_args, training_mode
 from counterpoint.partitioning.module_casts import autocast_dtype, cast_modules
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.program.instruction import Collective, Push, Send
-from counterpoint.runtime.draw_sites import DrawSites, describe_unkeyed
 from counterpoint.runtime.full_state import gather_optimizer_state
-from counterpoint.runtime.loss_reduction import LossFunction, compute_plain_loss
+from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_plain_loss
 from counterpoint.runtime.microbatches import SlicedBatch, autocast_as
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
+from counterpoint.runtime.rng.draw_sites import DrawSites, describe_unkeyed
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.global_batch import count_samples
-from counterpoint.training.float32_replacement import ReplaceFloat32
-from counterpoint.training.local_ranks import LocalRanks
-from counterpoint.training.module_snapshot import convert_floats
+from counterpoint.training.model_checks.float32_replacement import ReplaceFloat32
+from counterpoint.training.model_checks.module_snapshot import convert_floats
+from counterpoint.training.model_checks.validation import OptimizerArgument, wrap_optimizer
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.parallelize import TrainStep
 from counterpoint.training.plan_resolution import RequestedPlan, StrategyArgument, make_auto_strategy, parse_options
+from counterpoint.training.ranks.local_ranks import LocalRanks
 from counterpoint.training.recording import RecordedRun, RecordedStep, record_step, snapshot_of
-from counterpoint.training.validation import OptimizerArgument, wrap_optimizer
 
 DEFAULT_STRATEGIES = ("solo", "data(2)", "zero3(2)", "pipeline(2)", "pipeline(2) * data(2)", "tensor(2)")
 """What is compared if no strategies are given; those that the model cannot use are listed as refused."""

@@ -22,14 +22,14 @@ from counterpoint.profiler.measure import measure_model
 from counterpoint.profiler.profile_target import ProfileTarget
 from counterpoint.profiler.roofline import estimate_model
 from counterpoint.profiler.timer import RepeatPolicy
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import slice_samples as first_of
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.runtime.sample_layout import SampleLayout, first_length
+from counterpoint.training.model_checks.validation import min_microbatch_size, wrap_optimizer
 from counterpoint.training.model_partition import assign_unused_params, drop_frozen_params, finest_partition
 from counterpoint.training.options import require_sample_layout
 from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES
-from counterpoint.training.validation import min_microbatch_size, wrap_optimizer
 from counterpoint.world.cluster import Device
 
 RENAMED_PROFILE_OPTIONS = {

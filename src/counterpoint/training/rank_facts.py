@@ -28,8 +28,8 @@ from counterpoint.model.compilation import Compilation, parse_compilation
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.optim.validation import shorten
 from counterpoint.partitioning.partitioned_model import find_embedding_tables
-from counterpoint.runtime.loss_reduction import LossFunction
-from counterpoint.runtime.loss_scale import parse_loss_scale
+from counterpoint.runtime.loss.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_scale import parse_loss_scale
 from counterpoint.terminal_text import escape_surrogates
 from counterpoint.training.options import TrainingOptions
 

@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_map
 
 from counterpoint.errors import PlanError
 from counterpoint.launchers.script import ScriptStop, run_script
-from counterpoint.runtime.loss_parameters import find_loss_module, find_trained_modules
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_parameters import find_loss_module, find_trained_modules
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import Autocasts, MicrobatchSource, current_autocasts
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.step_commit import StepResult
-from counterpoint.training.local_ranks import LocalRanks
-from counterpoint.training.module_snapshot import ModuleSnapshot
+from counterpoint.training.model_checks.module_snapshot import ModuleSnapshot
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import RequestedPlan
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 ONE_RANK = RequestedPlan("solo")
 """The plan that a recorded script trains with."""

@@ -20,7 +20,7 @@ from counterpoint.errors import CheckpointError, PlanError, StoppedBySignal
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
@@ -33,10 +33,15 @@ from counterpoint.training.checkpointing.per_stage import CheckpointMode
 from counterpoint.training.distributed_world import open_world
 from counterpoint.training.evaluation import MetricsFn, evaluate
 from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, FitConfig, FitLoop
-from counterpoint.training.local_ranks import LocalRanks, abort_training
+from counterpoint.training.model_checks.validation import (
+    OptimizerArgument,
+    min_microbatch_size,
+    require_scheduler_batch,
+    require_step_scheduler,
+    wrap_optimizer,
+)
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
 from counterpoint.training.options import RENAMED_FIT_OPTIONS
-from counterpoint.training.placement import place_model
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     RequestedPlan,
@@ -46,18 +51,13 @@ from counterpoint.training.plan_resolution import (
     resolve_initial_plan,
 )
 from counterpoint.training.rank_facts import CallFacts, describe_arguments, describe_ranks
+from counterpoint.training.ranks.local_ranks import LocalRanks, abort_training
+from counterpoint.training.ranks.placement import place_model
 from counterpoint.training.recording import ONE_RANK, record_call
-from counterpoint.training.validation import (
-    OptimizerArgument,
-    min_microbatch_size,
-    require_scheduler_batch,
-    require_step_scheduler,
-    wrap_optimizer,
-)
 
 if TYPE_CHECKING:
     from counterpoint.planner.choose import PlanChoice
-    from counterpoint.training.plan_trials import TrialTarget
+    from counterpoint.training.ranks.plan_trials import TrialTarget
 
 LrSchedulerFactory: TypeAlias = Callable[[optim.Optimizer], optim.lr_scheduler.LRScheduler]
 
@@ -492,7 +492,7 @@ class Trainer:
     def resolve_plan(self, batches: BatchSource) -> None:
         """Choose the plan, if it is ``auto``, and the number of microbatches for this batch size."""
         if self.auto_strategy is not None:
-            from counterpoint.training.plan_trials import select_plan
+            from counterpoint.training.ranks.plan_trials import select_plan
 
             sample_inputs = batches.sample_batch(min(batches.batch_size, MAX_TRACE_SAMPLES)).inputs(0)
             self.plan, self.choice = select_plan(
@@ -505,7 +505,7 @@ class Trainer:
 
     def trial_target(self, batches: BatchSource) -> TrialTarget:
         """Return what plans are tried on: this model, on the first batch."""
-        from counterpoint.training.plan_trials import TrialTarget
+        from counterpoint.training.ranks.plan_trials import TrialTarget
 
         make_world = partial(open_world, self.environment, self.plan.num_ranks, self.options.timeout_s)
         batch = partial(batches.sample_batch, batches.batch_size)

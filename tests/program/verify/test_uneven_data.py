@@ -17,8 +17,8 @@ from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.testing.parity import relative_difference
 from counterpoint.training.batches.dataset_batches import DatasetBatch
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
+from counterpoint.training.ranks.local_ranks import LocalRanks
 from tests.covering import given_few_or_many
 
 PLANS = ["data({})", "zero({}, level=1)", "zero({}, level=2)", "zero({}, level=3)", "data({}, update=sharded)"]

@@ -10,7 +10,7 @@ from counterpoint.errors import DataError
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.testing.parity import relative_difference
-from counterpoint.training.step_trace import trace_step
+from counterpoint.training.ranks.step_trace import trace_step
 from tests.runtime.local_ranks import WIDTH, build_local_ranks, chain, make_batch
 
 EACH = "bucket=0, tune=off"

@@ -22,8 +22,8 @@ from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.testing.parity_models import make_parity_model, plan_for
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
+from counterpoint.training.ranks.local_ranks import LocalRanks
 from tests.references.ssp import ssp
 
 STEPS = 6

@@ -7,7 +7,7 @@ from torch import nn
 from counterpoint.errors import DataError, PlanError
 from counterpoint.model.precision import Precision
 from counterpoint.partitioning.module_casts import ModuleCasts
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.runtime.state_dict import gather_weights
 from tests.runtime.comm.test_bytes_sent import RingFabric
 from tests.runtime.local_ranks import (

@@ -9,7 +9,7 @@ from torch import nn
 
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.reductions import reduce_in_order
-from counterpoint.runtime.loss_scale import DynamicLossScale
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale
 from counterpoint.runtime.params.flat_layout import build_layouts
 from counterpoint.runtime.state_dict import gather_weights
 from tests.runtime.comm.test_bytes_sent import RingFabric

@@ -29,7 +29,7 @@ from counterpoint.errors import CheckpointError, CounterpointError, DataError, P
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.file_reader import open_regular_file
 from counterpoint.file_writer import replace_file
-from counterpoint.runtime.loss_scale import LossScaler
+from counterpoint.runtime.loss.loss_scale import LossScaler
 from counterpoint.runtime.optimizer_spec import is_scalar_state
 from counterpoint.value_codec import decode_value, encode_value
 

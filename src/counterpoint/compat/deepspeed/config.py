@@ -23,7 +23,7 @@ from counterpoint.file_reader import read_regular_file
 from counterpoint.json_reader import parse_json_file
 from counterpoint.model.precision import Precision
 from counterpoint.optim.validation import require_counts, shorten
-from counterpoint.runtime.loss_scale import DynamicLossScale
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

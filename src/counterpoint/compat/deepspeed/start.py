@@ -29,7 +29,7 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.launchers.environment import detect
 from counterpoint.model.precision import parse_precision
 from counterpoint.partitioning.module_casts import torch_dtype
-from counterpoint.runtime.loss_scale import LossScaler, parse_loss_scale
+from counterpoint.runtime.loss.loss_scale import LossScaler, parse_loss_scale
 from counterpoint.training.distributed_world import open_world
 
 TIMEOUT_S = 600.0

@@ -27,7 +27,7 @@ from counterpoint.errors import DataError
 from counterpoint.launchers.environment import detect
 from counterpoint.model.precision import Precision
 from counterpoint.partitioning.module_casts import autocast_dtype, cast_modules
-from counterpoint.runtime.loss_scale import LossScaler
+from counterpoint.runtime.loss.loss_scale import LossScaler
 
 if TYPE_CHECKING:
     from counterpoint.fabric.fabric import Fabric

@@ -30,7 +30,11 @@ from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_
 from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
-from counterpoint.runtime.batch_loss import (
+from counterpoint.runtime.batch_norm.mode import BatchNormState
+from counterpoint.runtime.compiled_draws import CompiledMode, write_draws
+from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
+from counterpoint.runtime.loss.batch_loss import (
     EncodedSamples,
     MicrobatchOutput,
     flatten_output,
@@ -38,17 +42,13 @@ from counterpoint.runtime.batch_loss import (
     split_grads,
     unflatten_batch,
 )
-from counterpoint.runtime.batch_norm.mode import BatchNormState
-from counterpoint.runtime.compiled_draws import CompiledMode, write_draws
-from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
-from counterpoint.runtime.loss_check import LossCheck, LossSamples, count_in_place_changes
-from counterpoint.runtime.loss_parameters import LossParameters
-from counterpoint.runtime.loss_reduction import LossFunction, PartTotal, ReductionRecorder, compute_mean_loss
+from counterpoint.runtime.loss.loss_check import LossCheck, LossSamples, count_in_place_changes
+from counterpoint.runtime.loss.loss_parameters import LossParameters
+from counterpoint.runtime.loss.loss_reduction import LossFunction, PartTotal, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossFactors, MicrobatchSource, autocast_as
 from counterpoint.runtime.params.grad_check import ParamGroup
 from counterpoint.runtime.params.param_store import ParamStore
-from counterpoint.runtime.rng import SampleRange, SampleRNG
+from counterpoint.runtime.rng.sample_rng import SampleRange, SampleRNG
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class BoundModel:
         flatten: from a microbatch's inputs, as the arguments of a call, to their values and shapes.
         unflatten: from the outputs of the last segment, and the shapes of the inputs, to the model's output.
         loss: from the model's output and the targets to a scalar, the mean over the samples, or a
-            :class:`counterpoint.runtime.loss_reduction.WeightedMean`.
+            :class:`counterpoint.runtime.loss.loss_reduction.WeightedMean`.
         uses_rng: whether the model draws random numbers.
         loss_is_sum: whether the loss is a sum over samples.
         checks_loss: whether the first loss is checked to be what the losses of its samples' halves add up to.

@@ -23,7 +23,6 @@ from counterpoint.program.edges import edge_endpoints
 from counterpoint.program.instruction import ACTIVATIONS, UNIT_TENSORS, Collective, TensorRef
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor, StoredValue
-from counterpoint.runtime.batch_loss import gather_microbatches
 from counterpoint.runtime.comm.compressed_collectives import (
     compressed_all_reduce,
     decode_message,
@@ -31,6 +30,7 @@ from counterpoint.runtime.comm.compressed_collectives import (
     scale_tensors,
 )
 from counterpoint.runtime.comm.reducer import BackwardOverlap
+from counterpoint.runtime.loss.batch_loss import gather_microbatches
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import ParamStore, UnitParams
 from counterpoint.strategies.buckets import BucketConfig

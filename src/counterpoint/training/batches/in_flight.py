@@ -9,7 +9,7 @@ from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import PlanError
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.rpc.segments import available_bytes
-from counterpoint.runtime.loss_scale import DynamicLossScale, parse_loss_scale
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale, parse_loss_scale
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource
 from counterpoint.training.options import TrainingOptions
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from counterpoint.errors import DataError
 from counterpoint.fabric.fingerprint import dtype_name
 from counterpoint.partitioning.dry_run import BufferSlots, TrainingModes, assign_values
-from counterpoint.runtime.loss_parameters import find_loss_module
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_parameters import find_loss_module
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RankRuntime

@@ -10,8 +10,8 @@ from counterpoint.training.callbacks.callback import RunEnd, RunStart
 from counterpoint.training.callbacks.run_folder import RunFolder
 from counterpoint.training.callbacks.step_reporter import TRACED_STEP, StepReporter
 from counterpoint.training.distributed_world import has_remote_ranks
-from counterpoint.training.local_ranks import LocalRanks
-from counterpoint.training.step_trace import trace_step
+from counterpoint.training.ranks.local_ranks import LocalRanks
+from counterpoint.training.ranks.step_trace import trace_step
 
 
 class LoopReporter:

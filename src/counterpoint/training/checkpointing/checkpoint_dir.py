@@ -16,7 +16,7 @@ from counterpoint.checkpoint.folder_lock import FolderLock, lock_folder
 from counterpoint.checkpoint.folders import make_root
 from counterpoint.errors import CheckpointError
 from counterpoint.fabric.fabric import Fabric
-from counterpoint.training.local_ranks import LocalRanks
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 PROBE = ".probe-"
 REMEDY = "give another checkpoint_dir"

@@ -33,7 +33,7 @@ from counterpoint.training.checkpointing.restored_options import (
     restore_options,
 )
 from counterpoint.training.distributed_world import has_remote_ranks
-from counterpoint.training.local_ranks import LocalRanks
+from counterpoint.training.ranks.local_ranks import LocalRanks
 from counterpoint.value_codec import decode_value, encode_value
 
 

@@ -35,8 +35,8 @@ from counterpoint.training.checkpointing.save_restore import (
     require_finite_weights,
     saved_buffers,
 )
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import RENAMED_VALUES
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 CheckpointMode: TypeAlias = Literal["synchronous", "per_stage"]
 """Who writes a checkpoint: all ranks together, after a flush, or each stage independently."""

@@ -35,7 +35,7 @@ from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.fabric.shm.magnitudes import find_magnitudes
 from counterpoint.partitioning.dry_run import assign_values
-from counterpoint.runtime.loss_scale import DynamicLossScale
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import sliced_params
 from counterpoint.runtime.state_dict import (
@@ -56,8 +56,8 @@ from counterpoint.runtime.state_dict import (
 from counterpoint.terminal_text import warn
 from counterpoint.training.checkpointing.checkpoint_dir import CheckpointDir
 from counterpoint.training.checkpointing.train_state import check_train_state
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.optimizer_state import describe_param_groups
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 
 class CheckpointReader:

@@ -30,7 +30,7 @@ from counterpoint.checkpoint.state_schema import (
 from counterpoint.checkpoint.tensor_slice import DTYPES, MAX_DIMS, torch_dtype
 from counterpoint.errors import CheckpointError, ProtocolError
 from counterpoint.optim.validation import shorten
-from counterpoint.runtime.loss_scale import MAX_SCALE
+from counterpoint.runtime.loss.loss_scale import MAX_SCALE
 from counterpoint.value_codec import decode_value
 
 

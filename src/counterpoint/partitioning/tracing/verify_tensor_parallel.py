@@ -12,8 +12,8 @@ from counterpoint.errors import PlanError, first_line
 from counterpoint.model.spec import LayerSpec, ModelSpec, TensorParallelSpec
 from counterpoint.partitioning.fx_ops import fake_value
 from counterpoint.partitioning.seed_hooks import no_seed
-from counterpoint.partitioning.segment_builder import BuiltSegment, build_segment
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.segment_builder import BuiltSegment, build_segment
+from counterpoint.partitioning.tracing.traced import TracedPartition
 
 TOLERANCE = 1e-10
 

@@ -26,7 +26,7 @@ from counterpoint.partitioning.own_generators import (
     preserve_generators,
     read_states,
 )
-from counterpoint.runtime.draw_sites import other_rng_state
+from counterpoint.runtime.rng.draw_sites import other_rng_state
 
 MAX_DEPTH = 4
 """Of objects in objects, from the loss on."""

@@ -36,10 +36,10 @@ from counterpoint.partitioning.dry_run import (
 )
 from counterpoint.partitioning.fx_ops import note_bodies
 from counterpoint.partitioning.input_shapes import lift_sizes
-from counterpoint.partitioning.lazy_networkx import without_networkx
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE
 from counterpoint.partitioning.partitioned_model import canonical_names
 from counterpoint.partitioning.pytree import TensorTree, register_dataclasses, strip_unknown_leaves
+from counterpoint.partitioning.tracing.lazy_networkx import without_networkx
 
 
 @contextmanager

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
-from counterpoint.runtime.draw_sites import DrawSite, DrawSites, loss_batch_dim, may_have_samples
 from counterpoint.runtime.kernels.philox import philox_select, philox_words
-from counterpoint.runtime.random_functions import random_functions
+from counterpoint.runtime.rng.draw_sites import DrawSite, DrawSites, loss_batch_dim, may_have_samples
+from counterpoint.runtime.rng.random_functions import random_functions
 from counterpoint.terminal_text import warn
 
 _MASK = (1 << 63) - 1

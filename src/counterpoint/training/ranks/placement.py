@@ -7,7 +7,7 @@ from torch import nn, optim
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.select import DeviceArgument, LocalRank, move_model, select_accelerator
 from counterpoint.launchers.environment import RankEnvironment
-from counterpoint.training.device_memory import describe_model, explain_full_device
+from counterpoint.training.ranks.device_memory import describe_model, explain_full_device
 
 
 def place_model(

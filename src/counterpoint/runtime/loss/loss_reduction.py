@@ -11,7 +11,7 @@ adds up the totals and weights of all ranks, scales the gradients before the upd
 
 The unit is a power of two near the weight of a sample in the step before, so that the scale is near 1, or exactly 1.
 A sum is differentiated as a mean over samples, and its gradients are multiplied with the number of samples.
-Whether a loss is of the kind that the user has declared, :mod:`counterpoint.runtime.loss_check` finds out.
+Whether a loss is of the kind that the user has declared, :mod:`counterpoint.runtime.loss.loss_check` finds out.
 """
 
 from __future__ import annotations

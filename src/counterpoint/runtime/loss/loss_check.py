@@ -1,9 +1,9 @@
 """Check that the loss of a batch is what the losses of its parts add up to, and that calling it has no other effect.
 
-The user declares how a loss is reduced (:mod:`counterpoint.runtime.loss_reduction`), and under a plan the losses of
-microbatches are added up accordingly. A sum that is declared as a mean, a mean over tokens that is declared as one over
-samples, or a loss that compares samples with each other would then train differently, without an error. So the loss of
-some microbatches is computed again, for all samples and for two parts of them, and compared::
+The user declares how a loss is reduced (:mod:`counterpoint.runtime.loss.loss_reduction`), and under a plan the losses
+of microbatches are added up accordingly. A sum that is declared as a mean, a mean over tokens that is declared as one
+over samples, or a loss that compares samples with each other would then train differently, without an error. So the
+loss of some microbatches is computed again, for all samples and for two parts of them, and compared::
 
     declared     must hold, within rounding
     mean         loss(all) = (weight_0 * loss(part 0) + weight_1 * loss(part 1)) / (weight_0 + weight_1)
@@ -11,7 +11,7 @@ some microbatches is computed again, for all samples and for two parts of them, 
 
 A loss that keeps a state, or draws random numbers that do not belong to samples, is found in the same way: it is
 computed twice from the same samples and the same states of the generators. The check of losses that the model itself
-computes is :mod:`counterpoint.training.model_loss_check`.
+computes is :mod:`counterpoint.training.model_checks.model_loss_check`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import DataError
-from counterpoint.runtime.draw_sites import DrawRecorder, find_unknown_draw, record_loss_draws
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, TorchFunction
-from counterpoint.runtime.loss_reduction import LossFunction, compute_mean_loss
-from counterpoint.runtime.loss_state import LossState, find_running_state
-from counterpoint.runtime.new_values import NewValues
+from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_mean_loss
+from counterpoint.runtime.loss.loss_state import LossState, find_running_state
+from counterpoint.runtime.loss.new_values import NewValues
+from counterpoint.runtime.rng.draw_sites import DrawRecorder, find_unknown_draw, record_loss_draws
 from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
 
 RELATIVE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}

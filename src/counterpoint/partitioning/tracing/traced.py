@@ -15,12 +15,9 @@ from counterpoint.errors import PlanError
 from counterpoint.model.dataflow import INPUT, ValueSpec
 from counterpoint.model.spec import Block, LayerSpec, ModelSpec, TensorParallelSpec
 from counterpoint.partitioning.dry_run import CallArgs, Inputs, num_samples, split_call_args
-from counterpoint.partitioning.export_trace import export_graph, innermost_module, module_calls, read_dtype
 from counterpoint.partitioning.flop_counter import FlopCounter
 from counterpoint.partitioning.fx_ops import fake_value, is_aten_op, is_random_op, returns_tensor
-from counterpoint.partitioning.graph_dataflow import find_differentiable_values
 from counterpoint.partitioning.input_shapes import InputShapes, format_shapes, list_input_shapes
-from counterpoint.partitioning.linear_pairs import ColumnRowPair, DimNames, format_path_range
 from counterpoint.partitioning.module_casts import is_narrower
 from counterpoint.partitioning.partitioned_model import (
     FlatInputs,
@@ -36,15 +33,19 @@ from counterpoint.partitioning.pytree import (
     require_unchanged_structure,
 )
 from counterpoint.partitioning.segment_compiler import SegmentCompiler, with_mode
-from counterpoint.partitioning.split_points import compute_module_spans
-from counterpoint.partitioning.split_trace import SplitPreference, SplitTrace, choose_split_points, split_trace
-from counterpoint.partitioning.trace_cache import TraceCache
+from counterpoint.partitioning.tracing.export_trace import export_graph, innermost_module, module_calls, read_dtype
+from counterpoint.partitioning.tracing.graph_dataflow import find_differentiable_values
+from counterpoint.partitioning.tracing.linear_pairs import ColumnRowPair, DimNames, format_path_range
+from counterpoint.partitioning.tracing.split_points import compute_module_spans
+from counterpoint.partitioning.tracing.split_trace import SplitPreference, SplitTrace, choose_split_points, split_trace
+from counterpoint.partitioning.tracing.trace_cache import TraceCache
 
 
 class TracedPartition(PartitionedModel):
     """A model split along the operations of its forward; it refers to the model but copies none of its tensors.
 
-    Inputs of other shapes than the example's are traced on demand: see :mod:`counterpoint.partitioning.trace_cache`.
+    Inputs of other shapes than the example's are traced on demand, see
+    :mod:`counterpoint.partitioning.tracing.trace_cache`.
 
     Args:
         model: a module whose forward can be traced.

@@ -9,11 +9,11 @@ from itertools import accumulate, pairwise
 from torch import fx, nn
 
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.export_trace import TracedGraph, module_calls
 from counterpoint.partitioning.fx_ops import fake_value, returns_tensor
-from counterpoint.partitioning.graph_dataflow import DataflowInfo
 from counterpoint.partitioning.partitioned_model import num_bytes
 from counterpoint.partitioning.seed_hooks import is_plain_sequential, iter_children
+from counterpoint.partitioning.tracing.export_trace import TracedGraph, module_calls
+from counterpoint.partitioning.tracing.graph_dataflow import DataflowInfo
 
 ModuleSpans = dict[str, tuple[int, int]]
 """For each module path, the index of its first operation and the one after its last."""

@@ -26,7 +26,7 @@ from counterpoint.partitioning.compiled_modules import require_not_copied, run_e
 from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
 from counterpoint.partitioning.module_casts import ModuleCasts
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
-from counterpoint.partitioning.traced import TracedPartition
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Forward, Free
@@ -34,8 +34,8 @@ from counterpoint.program.step_variants import StepVariant
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.interpreter import Interpreter
-from counterpoint.runtime.loss_parameters import find_trained_modules, model_of
-from counterpoint.runtime.loss_reduction import LossFunction, PartTotal
+from counterpoint.runtime.loss.loss_parameters import find_trained_modules, model_of
+from counterpoint.runtime.loss.loss_reduction import LossFunction, PartTotal
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import (
@@ -67,21 +67,21 @@ from counterpoint.training.between_steps.shared_models import SharedModel
 from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights, without_stale_reads
 from counterpoint.training.between_steps.step_gradients import StepGradients
 from counterpoint.training.built_ranks import BuiltRanks
-from counterpoint.training.device_memory import DeviceMemory, explain_full_device
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
-from counterpoint.training.divided_batch import explain_division
-from counterpoint.training.forward_state import InputReuse
-from counterpoint.training.hook_stores import require_no_kept_outputs
-from counterpoint.training.initial_values import broadcast_initial_values
-from counterpoint.training.model_loss_check import ModelLossCheck, Samples
+from counterpoint.training.model_checks.divided_batch import explain_division
+from counterpoint.training.model_checks.forward_state import InputReuse
+from counterpoint.training.model_checks.hook_stores import require_no_kept_outputs
+from counterpoint.training.model_checks.model_loss_check import ModelLossCheck, Samples
+from counterpoint.training.model_checks.validation import require_no_autocast, require_values, uses_sync_batch_norm
 from counterpoint.training.model_partition import partition_for_plan, plan_fingerprint, use_plan_profile
 from counterpoint.training.options import TrainingOptions, use_plan_options
 from counterpoint.training.plan_resolution import share_params_per_host
-from counterpoint.training.process_memory import ReleasedParameters, RetainedMemory
 from counterpoint.training.rank_facts import CallFacts
-from counterpoint.training.run_compiler import RunCompiler
+from counterpoint.training.ranks.device_memory import DeviceMemory, explain_full_device
+from counterpoint.training.ranks.initial_values import broadcast_initial_values
+from counterpoint.training.ranks.process_memory import ReleasedParameters, RetainedMemory
+from counterpoint.training.ranks.run_compiler import RunCompiler
 from counterpoint.training.step_facts import submitted_batches
-from counterpoint.training.validation import require_no_autocast, require_values, uses_sync_batch_norm
 
 if TYPE_CHECKING:
     from counterpoint.planner.choose import PlanChoice

@@ -24,15 +24,15 @@ from counterpoint.fabric.fabric import Json
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import PlanChoice, PlanTrial, candidates_to_measure, decide_by_trials
 from counterpoint.planner.ranking import RejectedPlan
-from counterpoint.runtime.loss_parameters import find_trained_modules, model_of
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_parameters import find_trained_modules, model_of
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.training.distributed_world import FabricWorld
-from counterpoint.training.local_ranks import LocalRanks
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import AutoStrategy
-from counterpoint.training.step_trace import trace_step
+from counterpoint.training.ranks.local_ranks import LocalRanks
+from counterpoint.training.ranks.step_trace import trace_step
 
 WARM_STEPS = 2
 """Uncounted steps of each plan; the last one estimates how long the others will take."""

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from counterpoint.partitioning.export_trace import read_dtype
 from counterpoint.partitioning.fx_ops import mutated_inputs
-from counterpoint.partitioning.linear_pairs import is_entry_alias, linear_with_bias
 from counterpoint.partitioning.partitioned_model import SeedFn
-from counterpoint.partitioning.split_trace import SplitTrace, find_buffer_updates
+from counterpoint.partitioning.tracing.export_trace import read_dtype
+from counterpoint.partitioning.tracing.linear_pairs import is_entry_alias, linear_with_bias
+from counterpoint.partitioning.tracing.split_trace import SplitTrace, find_buffer_updates
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 

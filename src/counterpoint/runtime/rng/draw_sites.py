@@ -25,7 +25,7 @@ from counterpoint.partitioning.fx_ops import call_draws
 from counterpoint.partitioning.own_generators import OwnGenerator, find_generators, read_states
 from counterpoint.partitioning.seed_hooks import SeedHooks
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
-from counterpoint.runtime.random_functions import random_functions
+from counterpoint.runtime.rng.random_functions import random_functions
 from counterpoint.terminal_text import warn
 
 

@@ -21,9 +21,9 @@ from counterpoint.errors import CounterpointError, DataError, first_line
 from counterpoint.partitioning.dry_run import preserve_state, raise_batch_norm_error, split_call_args
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
-from counterpoint.runtime.loss_parameters import find_loss_module
-from counterpoint.runtime.loss_reduction import LossFunction
-from counterpoint.training.model_loss_check import Samples
+from counterpoint.runtime.loss.loss_parameters import find_loss_module
+from counterpoint.runtime.loss.loss_reduction import LossFunction
+from counterpoint.training.model_checks.model_loss_check import Samples
 
 
 class Failure(NamedTuple):

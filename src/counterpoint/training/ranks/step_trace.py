@@ -27,7 +27,7 @@ from counterpoint.runtime.device_commit import LateResult
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.rank_state import CallTiming
 from counterpoint.runtime.step_commit import StepResult
-from counterpoint.training.local_ranks import LocalRanks
+from counterpoint.training.ranks.local_ranks import LocalRanks
 
 
 def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) -> tuple[StepResult | LateResult, Trace]:

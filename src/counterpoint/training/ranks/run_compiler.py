@@ -26,25 +26,26 @@ from counterpoint.partitioning.dry_run import (
 from counterpoint.partitioning.module_casts import autocast_dtype, torch_dtype
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.sequential import SequentialPartition, opened_modules
-from counterpoint.partitioning.traced import TracedPartition
-from counterpoint.partitioning.verify_tensor_parallel import verify_tensor_parallel
+from counterpoint.partitioning.tracing.traced import TracedPartition
+from counterpoint.partitioning.tracing.verify_tensor_parallel import verify_tensor_parallel
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Forward
 from counterpoint.program.program import Program
-from counterpoint.runtime.draw_sites import DrawSites, find_draw_sites, require_keyed, warn_unkeyed
-from counterpoint.runtime.loss_parameters import LossParameters
-from counterpoint.runtime.loss_reduction import LossFunction
+from counterpoint.runtime.loss.loss_parameters import LossParameters
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
+from counterpoint.runtime.rng.draw_sites import DrawSites, find_draw_sites, require_keyed, warn_unkeyed
 from counterpoint.runtime.sample_independence import require_independent_buffers, require_sample_independence
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import require_known_to_stages, require_version_memory
-from counterpoint.training.embedding_checks import (
+from counterpoint.training.model_checks.embedding_checks import (
     require_no_frequency_scaling,
     require_no_max_norm,
     require_whole_bags,
 )
-from counterpoint.training.forward_state import ForwardState
+from counterpoint.training.model_checks.forward_state import ForwardState
+from counterpoint.training.model_checks.validation import check_batch_norm, require_no_shared_memory
 from counterpoint.training.model_partition import (
     build_model_spec,
     describe_trained,
@@ -53,7 +54,6 @@ from counterpoint.training.model_partition import (
     with_partition,
 )
 from counterpoint.training.options import TrainingOptions, build_step_guard
-from counterpoint.training.validation import check_batch_norm, require_no_shared_memory
 from counterpoint.world.topology import format_count
 
 

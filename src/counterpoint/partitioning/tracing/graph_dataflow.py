@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx
 
 from counterpoint.model.dataflow import INPUT
-from counterpoint.partitioning.export_trace import TracedGraph
 from counterpoint.partitioning.fx_ops import (
     fake_value,
     is_aten_op,
@@ -18,6 +17,7 @@ from counterpoint.partitioning.fx_ops import (
     mutated_inputs,
     op_name,
 )
+from counterpoint.partitioning.tracing.export_trace import TracedGraph
 
 
 @dataclass(frozen=True, slots=True)

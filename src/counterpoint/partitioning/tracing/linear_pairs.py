@@ -20,7 +20,6 @@ from torch import fx
 from torch._ops import OpOverload
 
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.export_trace import TracedGraph, innermost_module
 from counterpoint.partitioning.fx_ops import (
     fake_value,
     is_aten_op,
@@ -29,8 +28,9 @@ from counterpoint.partitioning.fx_ops import (
     op_name,
     returns_tensor,
 )
-from counterpoint.partitioning.graph_dataflow import DataflowInfo
 from counterpoint.partitioning.input_shapes import size_argument
+from counterpoint.partitioning.tracing.export_trace import TracedGraph, innermost_module
+from counterpoint.partitioning.tracing.graph_dataflow import DataflowInfo
 
 DimNames = Mapping[str, tuple[str, str]]
 """For each pattern of module paths, the names of the out dim and the in dim of the matching linear layers."""

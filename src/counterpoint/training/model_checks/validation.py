@@ -20,7 +20,7 @@ from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import find_sync_modules, forward_microbatches
 from counterpoint.runtime.chained_optimizer import chain_optimizers
-from counterpoint.runtime.loss_parameters import LOSS_PREFIX, find_trained_modules, trainable_loss_params
+from counterpoint.runtime.loss.loss_parameters import LOSS_PREFIX, find_trained_modules, trainable_loss_params
 from counterpoint.runtime.microbatches import current_autocasts
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.runtime.rank_builder import BatchNormRule

@@ -22,8 +22,8 @@ from counterpoint.partitioning.input_shapes import (
     find_differing_dims,
     format_shapes,
 )
-from counterpoint.partitioning.segment_builder import BuiltSegment, build_segment
-from counterpoint.partitioning.split_trace import SplitTrace
+from counterpoint.partitioning.tracing.segment_builder import BuiltSegment, build_segment
+from counterpoint.partitioning.tracing.split_trace import SplitTrace
 from counterpoint.terminal_text import warn
 
 MakeTrace: TypeAlias = Callable[[InputShapes, frozenset[tuple[int, int]]], SplitTrace]

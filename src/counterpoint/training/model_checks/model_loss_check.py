@@ -1,7 +1,7 @@
 """Check that a loss that the model itself computes adds up over microbatches.
 
 Ranks check losses of outputs that have a sample in each row, by evaluating them again on some of the rows
-(:class:`counterpoint.runtime.loss_check.LossCheck`). A scalar that a forward has computed from all its samples can
+(:class:`counterpoint.runtime.loss.loss_check.LossCheck`). A scalar that a forward has computed from all its samples can
 only be computed again by the model, which before the first step is still whole on every process. Later batches are
 checked where they have values that none before had, such as the first padding; any weights will do.
 """
@@ -20,10 +20,10 @@ from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.dry_run import preserve_state, split_call_args
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
-from counterpoint.runtime.loss_check import RELATIVE_TOLERANCES, LossOfParts
-from counterpoint.runtime.loss_reduction import LossFunction, ReductionRecorder, compute_mean_loss
+from counterpoint.runtime.loss.loss_check import RELATIVE_TOLERANCES, LossOfParts
+from counterpoint.runtime.loss.loss_reduction import LossFunction, ReductionRecorder, compute_mean_loss
+from counterpoint.runtime.loss.new_values import NewValues
 from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
-from counterpoint.runtime.new_values import NewValues
 from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
 from counterpoint.terminal_text import warn
 from counterpoint.training.between_steps.stale_weights import without_stale_reads

@@ -10,12 +10,23 @@ from typing import Literal, TypeAlias
 from torch import fx, nn
 
 from counterpoint.errors import PlanError
-from counterpoint.partitioning.export_trace import TracedGraph, module_calls
 from counterpoint.partitioning.fx_ops import fake_value, is_random_op, mutated_inputs, op_name, operations_of
-from counterpoint.partitioning.graph_dataflow import BoundaryValue, DataflowInfo, analyze_dataflow, find_boundary_values
-from counterpoint.partitioning.linear_pairs import ColumnRowPair, DimNames, find_pairs, is_entry_alias, make_shardable
 from counterpoint.partitioning.seed_hooks import CallPaths, seeded_modules
-from counterpoint.partitioning.split_points import (
+from counterpoint.partitioning.tracing.export_trace import TracedGraph, module_calls
+from counterpoint.partitioning.tracing.graph_dataflow import (
+    BoundaryValue,
+    DataflowInfo,
+    analyze_dataflow,
+    find_boundary_values,
+)
+from counterpoint.partitioning.tracing.linear_pairs import (
+    ColumnRowPair,
+    DimNames,
+    find_pairs,
+    is_entry_alias,
+    make_shardable,
+)
+from counterpoint.partitioning.tracing.split_points import (
     block_boundaries,
     boundary_index,
     compute_module_spans,

@@ -16,8 +16,8 @@ from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import DataError, PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE, find_generators, read_states
-from counterpoint.runtime.draw_sites import other_rng_state
-from counterpoint.training.embedding_checks import FrequencyScalingDetector
+from counterpoint.runtime.rng.draw_sites import other_rng_state
+from counterpoint.training.model_checks.embedding_checks import FrequencyScalingDetector
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Losses of a step: their reduction over microbatches, checks, parameters, state and scale."""

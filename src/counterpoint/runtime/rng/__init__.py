@@ -1,0 +1,1 @@
+"""Random numbers keyed by sample, and the places where a model draws them."""
