@@ -9,7 +9,7 @@ from torch import nn, optim
 from counterpoint.errors import DataError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.runtime.microbatches import SlicedBatch
-from counterpoint.training.step_facts import StepFacts, digest_values
+from counterpoint.training.step_facts import StepFacts, digest_values, reads
 
 X = torch.arange(24.0).view(12, 2)
 Y = torch.arange(12)
@@ -21,7 +21,7 @@ class Scaled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.scale, self.calls, self.rank = nn.Linear(2, 2), 1.0, 0, 0
+        self.layer, self.norm, self.scale, self.calls, self.rank = nn.Linear(2, 2), nn.BatchNorm1d(2), 1.0, 0, 0
 
 
 class Buffers:
@@ -68,7 +68,7 @@ def set_buffer(one):
 
 
 def freeze_statistics(one):
-    one.model.layer.eval()
+    one.model.norm.eval()
 
 
 CHANGES = {
@@ -78,7 +78,7 @@ CHANGES = {
     "maximize": (set_option("maximize", True), "maximize of the optimizer's group 0 is False on rank 0, True on rank 1"),
     "text": (set_option("note", "x"), "at index .* rank 0 has .*, rank 1 has note of the optimizer's group 0"),
     "attribute": (set_scale, "scale of the model is 1.0 on rank 0, 2.0 on rank 1"),
-    "mode": (freeze_statistics, "layer.training of the model is True on rank 0, False on rank 1"),
+    "mode": (freeze_statistics, "norm.training of the model is True on rank 0, False on rank 1"),
     "buffer": (set_buffer, "mean of the model is a buffer with digest 0 on rank 0, a buffer with digest 1 on rank 1"),
     "content": (set_batch(X + 1, Y), r"the content of the batch is digest \w+ \w+ on rank 0, digest .*global batch"),
     "shape": (set_batch(X[:, :1], Y), r"the form of the batch is float32 \(12, 2\), .* on rank 0, float32 \(12, 1\), "),
@@ -144,7 +144,7 @@ def test_the_mode_of_a_whole_model_and_modes_that_forwards_set_are_left_out():
     assert compare(one, other) == ""
     one.model.train()
     one.begin_step()
-    one.model.layer.eval()  # in a forward, on the rank that has the layer
+    one.model.norm.eval()  # in a forward, on the rank that has the norm
     one.facts.end_step()
     assert compare(one, other) == ""
 
@@ -170,3 +170,38 @@ def test_the_digest_does_not_change_the_batch_and_reads_any_dtype():
 def test_of_a_tensor_with_gaps_the_first_sample_is_read():
     rows = torch.arange(24.0).view(2, 12)
     assert digest_values(rows.t()) == digest_values(torch.tensor([[0.0, 12.0]]))
+
+
+class Hooked(nn.Linear):
+    """A layer of the user's own, whose code may read anything."""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        (nn.Linear(2, 2), "in_features", False),
+        (nn.Linear(2, 2), "training", False),
+        (nn.LayerNorm(2), "eps", True),
+        (nn.Dropout(0.1), "p", True),
+        (nn.Dropout(0.1), "training", True),
+        (nn.Dropout(0.1), "inplace", True),
+        (nn.BatchNorm1d(2), "training", True),
+        (nn.BatchNorm1d(2), "momentum", True),
+        (nn.BatchNorm1d(2), "track_running_stats", True),
+        (nn.Conv2d(2, 2, 1), "groups", True),
+        (nn.LSTM(2, 2), "training", True),
+        (nn.LSTM(2, 2), "batch_first", True),
+        (nn.MultiheadAttention(2, 1), "num_heads", True),
+        (Hooked(2, 2), "in_features", True),
+    ],
+)
+def test_what_code_of_a_step_may_read_is_compared(module, name, expected):
+    assert reads(module, name) is expected
+
+
+def test_a_hook_or_a_method_of_its_own_may_read_anything():
+    hooked, patched = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda *_: None)
+    vars(patched)["forward"] = lambda x: x
+    assert reads(hooked, "in_features")
+    assert reads(patched, "in_features")

@@ -9,10 +9,11 @@ and values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from operator import itemgetter
+from types import CodeType, FunctionType
 from typing import Any, Protocol, cast
 from zlib import crc32
 
@@ -40,6 +41,9 @@ CHANGE_EQUALLY = (
 NUM_COMPARED = 16
 """Values of each tensor of a batch that are compared in a step."""
 TRAINING_OF = itemgetter("training")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+NOT_IN_A_STEP = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "_reset_parameters"}
+"""Methods of torch's modules that only build, describe or restore them."""
 DIGEST_BITS = 52  # of which a float64 has all
 NAN = -0.4142
 """In place of numbers that are not equal to themselves, whose hash is that of an object."""
@@ -133,7 +137,8 @@ class StepFacts:
 class PlainAttributes:
     """The numbers, texts and flags among the attributes of modules, and which of them the user changes between steps.
 
-    What a step itself has changed once, such as a counter in a forward, is left out from then on.
+    What a step itself has changed once, such as a counter in a forward, is left out from then on. So is what no code
+    reads, such as ``in_features`` of a ``Linear``: see :func:`reads`.
 
     Args:
         modules: by a name for errors.
@@ -146,7 +151,7 @@ class PlainAttributes:
             for what, root in modules.items()
             for path, module in root.named_modules()
             for key, value in plain_attributes(module)
-            if isinstance(value, kinds)
+            if isinstance(value, kinds) and reads(module, key)
         ]
         self.names = [name for name, _, _ in entries]
         self.holders = [attributes for _, attributes, _ in entries]
@@ -185,19 +190,21 @@ class ModuleModes:
     """The modes, training or evaluation, of modules, and which of them the user changes between steps.
 
     A root that is in evaluation mode as a whole is put back by the step into the modes that it had at first. What a
-    step itself has changed otherwise is left out from then on.
+    step itself has changed otherwise is left out from then on, and so are modules whose code does not read its mode,
+    such as a ``Linear``.
 
     Args:
         modules: roots, by a name for errors.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        named = [(what, path) for what, root in modules.items() for path, _ in root.named_modules()]
-        self.names = [f"{path}.training".lstrip(".") + f" of {what}" for what, path in named]
-        self.roots = [
-            (root, list(map(vars, root.modules())), [one.training or not root.training for one in root.modules()])
-            for root in modules.values()
-        ]
+        self.names: list[str] = []
+        self.roots: list[tuple[nn.Module, list[dict[str, Any]], list[bool]]] = []
+        for what, root in modules.items():
+            named = [(path, one) for path, one in root.named_modules() if one is root or reads(one, "training")]
+            self.names += [f"{path}.training".lstrip(".") + f" of {what}" for path, _ in named]
+            flags = [one.training or not root.training for _, one in named]
+            self.roots.append((root, [vars(one) for _, one in named], flags))
         self.first = self.before = [flag for _, _, flags in self.roots for flag in flags]
         self.left_out: set[int] = set()
 
@@ -225,6 +232,45 @@ class ModuleModes:
         after = self.read()
         if after != self.before:
             self.left_out |= {index for index, value in enumerate(after) if value is not self.before[index]}
+
+
+def reads(module: nn.Module, name: str) -> bool:
+    """Tell whether code that a step runs may read an attribute of a module.
+
+    The methods of torch's own modules are looked through; of other modules, and of those with hooks or methods of
+    their own, any attribute may be read.
+
+    Args:
+        module: that has the attribute.
+        name: of the attribute.
+
+    Example:
+        >>> reads(nn.LayerNorm(4), "eps"), reads(nn.Linear(4, 4), "in_features"), reads(nn.Dropout(), "training")
+        (True, False, True)
+    """
+    attributes = vars(module)
+    if any(attributes.get(hooks) for hooks in HOOKS) or any(callable(value) for value in attributes.values()):
+        return True
+    names = _names_read_by(cast("Hashable", type(module)))
+    return names is None or name in names
+
+
+@cache
+def _names_read_by(kind: Hashable) -> frozenset[str] | None:
+    """Return the names in the methods of a class of torch's that run in a step; None for a class of others."""
+    assert isinstance(kind, type), "the class of a module"
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    if not all(base.__module__.startswith("torch.") for base in bases):
+        return None
+    members = [(name, member) for base in bases for name, member in vars(base).items() if name not in NOT_IN_A_STEP]
+    functions = [member.fget if isinstance(member, property) else member for _, member in members]
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(names)
 
 
 def digest_option(value: object) -> object:

@@ -111,7 +111,12 @@ class FactorReader:
 
 def find_magnitude(tensor: Tensor) -> float:
     """Return the largest magnitude of one tensor; see :func:`find_magnitudes`."""
-    return MagnitudeReader([tensor]).read_one(tensor)
+    library = native().library
+    if library is None or tensor.dtype not in FLOATS or not tensor.is_cpu or not tensor.is_contiguous():
+        return float(magnitude_tensor(tensor))
+    address, count, largest = c_void_p(tensor.data_ptr()), c_uint64(tensor.numel()), c_double()
+    one, dtype, num_threads = c_uint64(1), DTYPES[tensor.dtype], torch.get_num_threads()
+    return float(library.cp_find_magnitudes(byref(address), byref(count), one, dtype, num_threads, byref(largest)))
 
 
 def magnitude_tensor(tensor: Tensor) -> Tensor:

@@ -220,22 +220,22 @@ class GradCheck:
         if self.micro is None:
             return
         params = group.params
-        checked = [
+        left_out = [
             name
             for name, version in self._checked.items()
             if name in params and _version_of(params[name].grad) == version
         ]
-        part = group.without(tuple(checked))
+        if type(None) in {*map(type, map(GRAD_OF, params.values()))}:  # of tables with rows, or not in the forward
+            left_out += [name for name, param in params.items() if param.grad is None and name not in left_out]
+        part = group.without(tuple(left_out))
         grads = [*map(GRAD_OF, part.params.values())]
-        has_all = bool(grads) and type(None) not in {*map(type, grads)}
-        addresses = part.reader.collect(grads) if has_all else None
+        addresses = part.reader.collect(grads) if grads else None
         if addresses is None:
             self.check_params(part.params)
             return
         share = part.reader.read_at(addresses) / part.reader.largest_number
         self._record(self.micro, part.params, share, part.reader.largest)
-        if part is group:
-            self.collected = CollectedGrads(params, grads, addresses, part.reader.counts)
+        self.collected = CollectedGrads(part.params, grads, addresses, part.reader.counts)
 
     def check_params(self, params: Mapping[str, nn.Parameter]) -> None:
         """Check the gradients that autograd has put on parameters, except those of :meth:`mark_checked`."""
@@ -285,10 +285,9 @@ class GradCheck:
         if self.micro is None or not values.is_cpu:
             self.check((name,), (values,))
             return
-        magnitude, largest_number = find_magnitude(values), torch.finfo(values.dtype).max
-        self._record_magnitudes(self.micro, (name,), np.array([magnitude]), largest_number)
-        if math.isfinite(magnitude):  # all of them may be added to one row, after others
-            self._shares[self.micro] += magnitude * num_rows / largest_number
+        share = find_magnitude(values) / torch.finfo(values.dtype).max
+        if self._record_one(self.micro, name, share):  # all of them may be added to one row, after others
+            self._shares[self.micro] += share * num_rows
 
     def is_bounded(self, rows: Tensor, inputs: Tensor) -> bool:
         """Check the gradient ``rows.T @ inputs`` of a weight by its factors; return whether it need not be read itself.
@@ -318,16 +317,21 @@ class GradCheck:
         reader = self._readers.get(name)
         if reader is None:
             self._readers[name] = reader = MagnitudeReader([grad])
-        share = reader.read_one(grad) / torch.finfo(grad.dtype).max
-        if share < math.inf:
-            self._shares[self.micro] = max(self._shares.get(self.micro, 0.0), share)
-        else:
-            self._nonfinite.setdefault(self.micro, name)
+        self._record_one(self.micro, name, reader.read_one(grad) / torch.finfo(grad.dtype).max)
 
     def mark_checked(self, name: str, grad: Tensor) -> None:
         """Let :meth:`check_params` pass over a parameter's gradient until it changes."""
         if self.micro is not None:
             self._checked[name] = _version_of(grad)
+
+    def _record_one(self, micro: int, name: str, share: float) -> bool:
+        """Record the share of one gradient; return whether it is finite."""
+        is_finite = share < math.inf  # false for nan, too
+        if is_finite:
+            self._shares[micro] = max(self._shares.get(micro, 0.0), share)
+        else:
+            self._nonfinite.setdefault(micro, name)
+        return is_finite
 
     def _record_magnitudes(
         self, micro: int, names: Collection[str], magnitudes: npt.NDArray[np.float64], largest_number: float
