@@ -188,6 +188,52 @@ def test_a_parameter_that_a_forward_changes_in_place_is_named():
     assert model(torch.ones(2, 8)).shape == (2, 4)
 
 
+class ReadsInRecomputation(nn.Module):
+    """A method that is recomputed reads a parameter of its own module, outside of any call of a module."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gamma = nn.Parameter(torch.linspace(0.3, 1.7, 8))
+
+    def scaled(self, x):
+        return torch.tanh(self.second(x * self.gamma) + self.gamma)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.use_reentrant is None:
+            return self.scaled(x)
+        return torch.utils.checkpoint.checkpoint(self.scaled, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_is_recomputed_reads_casts_too(use_reentrant):
+    grads = []
+    for choice in (None, use_reentrant):
+        torch.manual_seed(0)
+        model = ReadsInRecomputation(choice)
+        casts = ModuleCasts(model, Precision("bf16"))
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        casts.remove()
+        grads.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert len(grads[0]) == 5
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_norm_whose_weights_are_narrow_computes_in_float32():
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm(8), torch.randn(3, 8)
+    model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 4)).bfloat16()
+    casts = ModuleCasts(model, Precision("bf16"))
+    output = model(x)
+    casts.remove()
+    hidden = model[0](x.bfloat16())
+    normed = F.layer_norm(hidden.float(), (8,), norm.weight.float(), norm.bias.float(), norm.eps)
+    assert torch.equal(output, model[2](normed.bfloat16()).float())
+    assert norm.weight.dtype == torch.bfloat16
+
+
 def test_a_hook_that_fails_before_a_forward_leaves_the_casts_as_they_were():
     model, x = Normed(), torch.randn(3, 8)
     fail = model.register_forward_pre_hook(lambda *_: [][0])

@@ -1,7 +1,8 @@
 """Compute a model in a narrower dtype than that of its parameters, module by module.
 
-While a module of the model runs, reading a parameter gives a cast of it, which autograd differentiates: gradients reach
-the parameters themselves, in their own dtype. Outside of forwards everything is as before::
+While a module of the model runs, also when ``torch.utils.checkpoint`` runs a part of it again, reading a parameter
+gives a cast of it, which autograd differentiates: gradients reach the parameters themselves, in their own dtype.
+Outside of forwards everything is as before::
 
     x --cast--> Linear ----> LayerNorm ----> Linear --cast--> output
                   |              |              |
@@ -82,15 +83,22 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
     Args:
         params: by name, as in the module.
         path: of the module, for errors.
-        dtype: that they are read in, unless they are no wider.
+        dtype: that they are read in, unless they are no wider; with ``widens``, unless they are no narrower.
         forward: of the model.
+        widens: whether the module computes in a wider dtype than the rest, as norms do.
     """
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter | None], path: str, dtype: torch.dtype, forward: RunningForward
+        self,
+        params: Mapping[str, nn.Parameter | None],
+        path: str,
+        dtype: torch.dtype,
+        forward: RunningForward,
+        *,
+        widens: bool = False,
     ) -> None:
         super().__init__(params)
-        self.path, self.dtype, self.forward = path, dtype, forward
+        self.path, self.dtype, self.forward, self.widens = path, dtype, forward, widens
         self.read_uncast: set[str] = set()  # what a forward has read without a cast
         self.is_lookup = False  # whether its module looks up rows now, which are cast instead of the table
         self.own_dtypes = {name: None if param is None else param.dtype for name, param in params.items()}
@@ -98,13 +106,13 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a parameter, None, or a cast
         """Return a parameter, or its cast while the model runs."""
         param = super().__getitem__(name)
-        if self.forward.depth == 0 or param is None:
+        if param is None or (self.forward.depth == 0 and not is_recomputing()):
             return param
         if self.is_lookup:
             self.note_read(name, param)
             return param
-        cast = narrow(self.dtype, param)
-        if cast is not param:
+        cast = widen(self.dtype, param) if self.widens else narrow(self.dtype, param)
+        if cast is not param and self.forward.depth:
             self.forward.casts.append((f"{self.path}.{name}" if self.path else name, cast))
         return cast
 
@@ -140,7 +148,18 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies of the model have copies of this."""
-        return type(self), (dict(self.raw_items()), self.path, self.dtype, self.forward)
+        own = partial(type(self), widens=self.widens)
+        return own, (dict(self.raw_items()), self.path, self.dtype, self.forward)
+
+
+def is_recomputing() -> bool:
+    """Return whether code runs a part of a forward again within a backward, as ``torch.utils.checkpoint`` does.
+
+    What is recomputed may be a method that reads parameters of its own module, outside of any call of a module. Hooks
+    that a backward calls run without recording gradients.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - it has no public name
+    return in_backward and torch.is_grad_enabled()
 
 
 def narrow(dtype: torch.dtype, tensor: Tensor) -> Tensor:
@@ -247,8 +266,11 @@ class ModuleCasts:
         outputs: list[CastFn] = []
         if stays_wide(module, self.precision):
             own = [param.dtype for param in params.values() if param is not None and param.is_floating_point()]
-            inputs.append(partial(widen, max([torch.float32, *own], key=lambda one: one.itemsize)))
+            wide = max([torch.float32, *own], key=lambda one: one.itemsize)
+            inputs.append(partial(widen, wide))
             outputs.append(partial(narrow, dtype))
+            if any(is_narrower(one, wide) for one in own):  # weights that are in bf16 themselves
+                vars(module)["_parameters"] = CastParameters(params, path, wide, self.forward, widens=True)
         elif module is self.model or any(param is not None for param in params.values()):
             (outputs if isinstance(module, TABLES) else inputs).append(partial(narrow, dtype))
             vars(module)["_parameters"] = CastParameters(params, path, dtype, self.forward)
