@@ -88,6 +88,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
         "did you mean 'warmup_num_steps'",
     ),
+    "a schedule of null steps": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": None}}},
+        "scheduler.params.warmup_num_steps of WarmupLR is null; give a value: leave it out for 1000",
+    ),
+    "a schedule whose length is null": (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}},
+        "scheduler.params.total_num_steps of WarmupDecayLR is null; give a value: it has no default",
+    ),
     "a schedule without its length": ({"scheduler": {"type": "WarmupDecayLR"}}, "has no total_num_steps"),
     "a warm-up of an unknown type": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}},

@@ -130,6 +130,14 @@ class Sparse(nn.Module):
         self.words = nn.Embedding(4, 2, sparse=True)
 
 
+class Complex(nn.Module):
+    """A weight of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.waves = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
 class Endless(torch.utils.data.IterableDataset[int]):
     """Samples without indices."""
 
@@ -142,6 +150,7 @@ RATE = {"lr": 0.1}
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "half precision": ({"model": training.Net(torch.bfloat16)}, BF16, "call model.float() before initialize: master"),
     "a sparse embedding": ({"model": Sparse()}, {}, "words has sparse=True, and gradients are sent dense"),
+    "complex numbers": ({"model": Complex()}, {}, "waves is torch.complex64, and initialize sums real gradients only"),
     "a schedule that needs a metric": (
         {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, {}, "lr_scheduler is a ReduceLROnPlateau"
     ),

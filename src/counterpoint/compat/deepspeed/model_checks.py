@@ -1,4 +1,4 @@
-"""What ``initialize`` requires of a model: float32 master weights, memory of its own, dense gradients."""
+"""What ``initialize`` requires of a model: float32 master weights, memory of its own, dense and real gradients."""
 
 from __future__ import annotations
 
@@ -55,6 +55,21 @@ def require_dense_grads(module: nn.Module) -> None:
             raise PlanError(
                 f"{name or type(part).__name__} has sparse=True, and gradients are sent dense by initialize; set "
                 "sparse=False, or train with cp.parallelize, which sends rows"
+            )
+
+
+def require_real_grads(params: Sequence[Tensor], names: Mapping[int, str]) -> None:
+    """Check that no trained parameter is complex.
+
+    Raises:
+        PlanError: one is.
+    """
+    for param in params:
+        if param.requires_grad and param.is_complex():
+            raise PlanError(
+                f"{names[id(param)]} is {param.dtype}, and initialize sums real gradients only; keep it as real "
+                "numbers (torch.view_as_real, and torch.view_as_complex in forward), or train with cp.parallelize "
+                "under data"
             )
 
 

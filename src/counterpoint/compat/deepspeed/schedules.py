@@ -143,6 +143,9 @@ def resolve_scheduler(name: str, params: Params) -> SchedulerConfig:
     if missing:
         raise PlanError(f"scheduler.params of {name} has no {' and no '.join(missing)}, which it needs; give it")
     for key, value in values.items():
+        if value is None and defaults[key] is not None:
+            default = "it has no default" if defaults[key] == REQUIRED else f"leave it out for {defaults[key]}"
+            raise PlanError(f"scheduler.params.{key} of {name} is null; give a value: {default}")
         _check_param(f"scheduler.params.{key}", key, value)
     return SchedulerConfig(name, values)
 

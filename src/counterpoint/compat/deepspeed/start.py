@@ -20,6 +20,7 @@ from counterpoint.compat.deepspeed.model_checks import (
     require_dense_grads,
     require_known_params,
     require_master_weights,
+    require_real_grads,
     require_separate_memory,
 )
 from counterpoint.compat.deepspeed.rank_agreement import require_same_setup
@@ -184,6 +185,7 @@ def _wrap(
     names = require_known_params(model, trained)
     require_master_weights(precision, trained, names)
     require_dense_grads(model)
+    require_real_grads(trained, names)
     if config.stage > 0 and fabric.num_ranks > 1:
         require_separate_memory(model, trained)
     broadcast_model(fabric, model)
