@@ -2,7 +2,7 @@
 
 import pytest
 
-from counterpoint.training.rank_facts import first_difference
+from counterpoint.training.agreement.rank_facts import first_difference
 from tests.mistakes import mistake_scripts
 from tests.mistakes.documented import documented_messages
 from tests.mistakes.rank_processes import run_on_ranks

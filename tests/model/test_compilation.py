@@ -8,9 +8,9 @@ import counterpoint as cp
 from counterpoint.model.compilation import Compilation, parse_compilation
 from counterpoint.model.option_text import merge_option
 from counterpoint.plan.plan import Plan
+from counterpoint.training.agreement.rank_facts import describe_options, first_difference
 from counterpoint.training.options import TrainingOptions, use_plan_options
 from counterpoint.training.plan_resolution import RequestedPlan
-from counterpoint.training.rank_facts import describe_options, first_difference
 
 TEXTS = [
     "segments",

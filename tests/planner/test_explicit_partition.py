@@ -10,7 +10,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import rank_and_choose, simulator_for_problem
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.memory_suggestions import PlanningProblem
-from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
+from counterpoint.planner.pipeline.candidates import DEFAULT_SYNCHRONOUS_SCHEDULES, find_pipeline_plans
 from counterpoint.planner.prepare import compile_for, with_explicit_partition
 from counterpoint.planner.ranking import predict_plan, rank_with_schedules
 from counterpoint.planner.replan import replan
@@ -40,7 +40,7 @@ def runs(plan, model=MODEL):
 
 
 def test_pipelines_of_a_profiled_model_are_partitioned_by_its_seconds_explicitly():
-    plans = find_pipeline_plans(2, MODEL, FREE, 8, SYNCHRONOUS_SCHEDULES, profile=LATE)
+    plans = find_pipeline_plans(2, MODEL, FREE, 8, DEFAULT_SYNCHRONOUS_SCHEDULES, profile=LATE)
     assert {one.balance for plan in plans for one in plan.strategies if isinstance(one, Pipeline)} == {(5, 1)}
     assert {runs(plan)[0] for plan in plans} == {(range(5), range(5, 6))}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from counterpoint.runtime.busy_time import BusyTimer
-from counterpoint.runtime.step_commit import StepGuard, StepReport, StepResult, decide_step, merge_results
+from counterpoint.runtime.commit.step_commit import StepGuard, StepReport, StepResult, decide_step, merge_results
 
 
 class FakeClock:

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import counterpoint as cp
-from counterpoint.runtime.replica_check import sum_bits
+from counterpoint.runtime.commit.replica_check import sum_bits
 from tests.mistakes.documented import documented_messages
 from tests.runtime.local_ranks import WIDTH, build_local_ranks, chain, make_batch
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from counterpoint.errors import DataError
-from counterpoint.runtime.loss.loss_scale import DynamicLossScale
-from counterpoint.runtime.params.grad_check import GradReport
-from counterpoint.runtime.step_commit import (
+from counterpoint.runtime.commit.step_commit import (
     StepGuard,
     StepResult,
     decide_skips,
@@ -20,6 +18,8 @@ from counterpoint.runtime.step_commit import (
     may_overflow,
     require_finite,
 )
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale
+from counterpoint.runtime.params.grad_check import GradReport
 
 CLIP = StepGuard(clip_norm=1.0)
 

@@ -12,8 +12,8 @@ from torch import nn, optim
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
 from counterpoint.plan.plan import Plan
+from counterpoint.runtime.commit.step_commit import decode_report, encode_report, find_unused_params, make_step_report
 from counterpoint.runtime.microbatches import SlicedBatch
-from counterpoint.runtime.step_commit import decode_report, encode_report, find_unused_params, make_step_report
 from counterpoint.testing.parity import relative_difference
 from tests.covering import each_value_once
 from tests.runtime.local_ranks import WIDTH, build_local_ranks, chain

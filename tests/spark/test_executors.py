@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from counterpoint import LaunchError, PlanError
-from counterpoint.runtime.step_commit import StepGuard
+from counterpoint.runtime.commit.step_commit import StepGuard
 from counterpoint.spark.training import train
 from counterpoint.spark.training_loop import SparkOptions
 from tests.spark.models import ExitsWorker, KillsExecutor

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import counterpoint as cp
-from counterpoint.runtime.step_commit import StepGuard
+from counterpoint.runtime.commit.step_commit import StepGuard
 from counterpoint.spark.training import train_local
 from counterpoint.spark.training_loop import SparkOptions
 from counterpoint.spark.weight_slices import decode_values, encode_values

@@ -23,9 +23,9 @@ from counterpoint.testing.device_survey import (
     make_optimizer,
     make_step,
 )  # fmt: skip
+from counterpoint.training.agreement.rank_facts import describe_options, first_difference
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import RequestedPlan
-from counterpoint.training.rank_facts import describe_options, first_difference
 from tests.training.trainers import dataset, equal_bits, make_trainer, mlp, state_of
 
 DIFFERENT = ("compress", "adasum", "sync_every", "staleness", "pipedream", "asp", "easgd", "downpour", "project_adam",

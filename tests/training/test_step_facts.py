@@ -9,7 +9,7 @@ from torch import nn, optim
 from counterpoint.errors import DataError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.runtime.microbatches import SlicedBatch
-from counterpoint.training.step_facts import StepFacts, digest_values, reads
+from counterpoint.training.agreement.step_facts import StepFacts, digest_values, reads
 
 X = torch.arange(24.0).view(12, 2)
 Y = torch.arange(12)

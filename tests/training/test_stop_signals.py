@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import counterpoint as cp
 from counterpoint.checkpoint import step_folders
 from counterpoint.errors import StoppedBySignal
-from counterpoint.runtime.step_commit import StepGuard, StepReport, decide_step, decode_report, encode_report
+from counterpoint.runtime.commit.step_commit import StepGuard, StepReport, decide_step, decode_report, encode_report
 from counterpoint.training.fit_loop import SIGNAL_PERIOD_S, SignalExchange
 from tests.training.trainers import ADAMW, StopAt, batch_norm_mlp, dataset, equal_bits, fit, mlp
 

@@ -13,7 +13,7 @@ from counterpoint.planner.deadline import NO_DEADLINE, Deadline
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.incremental_simulator import IncrementalSimulator
 from counterpoint.planner.memory_suggestions import PlanningProblem, explain_no_fit, resolve_partitions
-from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
+from counterpoint.planner.pipeline.candidates import DEFAULT_SYNCHRONOUS_SCHEDULES, find_pipeline_plans
 from counterpoint.planner.ranking import PlanRanking, Prediction, RejectedPlan, build_simulator, rank_with_schedules
 from counterpoint.program.trace import Trace
 from counterpoint.strategies.data import Data
@@ -98,7 +98,9 @@ def choose_plan(num_ranks: int, model: ModelSpec, cluster: Cluster, batch_size: 
     Raises:
         PlanError: no plan is synchronous and fits; the message says what prevents it.
     """
-    pipeline_plans = find_pipeline_plans(num_ranks, model.without_tp, cluster, batch_size, SYNCHRONOUS_SCHEDULES)
+    pipeline_plans = find_pipeline_plans(
+        num_ranks, model.without_tp, cluster, batch_size, DEFAULT_SYNCHRONOUS_SCHEDULES
+    )
     return choose_plan_from(
         (*enumerate_plans(num_ranks, model), *pipeline_plans), model, cluster, batch_size=batch_size
     )

@@ -10,8 +10,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.pipeline.pipeline import Pipeline
-from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES
-from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
+from counterpoint.strategies.pipeline.schedules.registry import ASYNC_SCHEDULES, SCHEDULES
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero

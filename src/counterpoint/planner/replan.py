@@ -18,7 +18,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import MEASURED_TOLERANCE, PlanChoice, rank_and_choose
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.memory_suggestions import PlanningProblem
-from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
+from counterpoint.planner.pipeline.candidates import DEFAULT_SYNCHRONOUS_SCHEDULES, find_pipeline_plans
 from counterpoint.planner.prepare import compile_for, fit_profile
 from counterpoint.planner.ranking import Prediction, format_plan
 from counterpoint.program.instruction import ApplyPushes, Collective, Forward, TensorRef, Update
@@ -230,7 +230,7 @@ def _candidates(plan: Plan, num_ranks: int, problem: PlanningProblem) -> Iterato
         yield replace(plan, source=None)
     model, batch_size, profile = problem.model, problem.batch_size, problem.profile
     pipeline_plans = find_pipeline_plans(
-        num_ranks, model.without_tp, problem.cluster, batch_size, SYNCHRONOUS_SCHEDULES, profile=profile
+        num_ranks, model.without_tp, problem.cluster, batch_size, DEFAULT_SYNCHRONOUS_SCHEDULES, profile=profile
     )
     for candidate in (*enumerate_plans(num_ranks, model), *pipeline_plans):
         yield replace(candidate, passes=plan.passes)

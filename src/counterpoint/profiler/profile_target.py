@@ -23,13 +23,13 @@ from counterpoint.program.instruction import Backward, Forward, Instruction
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor
 from counterpoint.runtime.batch_norm.deferred import find_batch_norm_buffers
+from counterpoint.runtime.commit.step_commit import StepGuard
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RunSpec, bind_segments, build_rank
 from counterpoint.runtime.sample_layout import SamplePart, first_length
-from counterpoint.runtime.step_commit import StepGuard
 
 NUM_MICROBATCHES = 2
 """Microbatches of a step: the gradient of the second one is added to that of the first."""

@@ -39,7 +39,7 @@ from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.busy_time import BusyTimer
 from counterpoint.runtime.comm.rank_communication import RankCommunication, peer_pair, set_weights
 from counterpoint.runtime.comm.server_loop import ParameterServerLoop, format_push_label
-from counterpoint.runtime.device_commit import (
+from counterpoint.runtime.commit.device_commit import (
     NUM_HOST_COMMITS,
     DecideStep,
     DeviceLossScale,
@@ -53,29 +53,8 @@ from counterpoint.runtime.device_commit import (
     gather_rows,
     scale_grad,
 )
-from counterpoint.runtime.loss.loss_reduction import PartTotal
-from counterpoint.runtime.loss.loss_scale import DynamicLossScale, LossScaler
-from counterpoint.runtime.lowering import (
-    ApplyPushesRun,
-    BackwardRun,
-    CollectiveRun,
-    ForwardRun,
-    LoweredProgram,
-    RecomputeRun,
-    RuntimeCall,
-    UpdateRun,
-    forward_only,
-    fuse,
-    shift_call,
-)
-from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource, commit_scope, compute_loss_factors
-from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm, squared_norm_tensor
-from counterpoint.runtime.params.grad_check import DeviceGradReport
-from counterpoint.runtime.params.param_store import ParamStore
-from counterpoint.runtime.rank_state import CallTiming, RankState
-from counterpoint.runtime.replica_check import ReplicaChecksum
-from counterpoint.runtime.rng.sample_rng import SampleRNG
-from counterpoint.runtime.step_commit import (
+from counterpoint.runtime.commit.replica_check import ReplicaChecksum
+from counterpoint.runtime.commit.step_commit import (
     PARTS,
     GivenValues,
     StepGuard,
@@ -93,6 +72,27 @@ from counterpoint.runtime.step_commit import (
     require_finite,
     warn_partially_unused,
 )
+from counterpoint.runtime.fusion import (
+    ApplyPushesRun,
+    BackwardRun,
+    CollectiveRun,
+    ForwardRun,
+    LoweredProgram,
+    RecomputeRun,
+    RuntimeCall,
+    UpdateRun,
+    forward_only,
+    fuse,
+    shift_call,
+)
+from counterpoint.runtime.loss.loss_reduction import PartTotal
+from counterpoint.runtime.loss.loss_scale import DynamicLossScale, LossScaler
+from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource, commit_scope, compute_loss_factors
+from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm, squared_norm_tensor
+from counterpoint.runtime.params.grad_check import DeviceGradReport
+from counterpoint.runtime.params.param_store import ParamStore
+from counterpoint.runtime.rank_state import CallTiming, RankState
+from counterpoint.runtime.rng.sample_rng import SampleRNG
 from counterpoint.strategies.buckets import BucketConfig
 
 COMMUNICATING_CALLS = frozenset({CollectiveRun, Send, Recv, Push, Pull, ApplyPushesRun})

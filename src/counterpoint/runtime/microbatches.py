@@ -13,7 +13,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_map
 
 from counterpoint.errors import DataError
 from counterpoint.fabric.rank_scheduler import DEVICES
-from counterpoint.runtime.lowering import LoweredProgram
+from counterpoint.runtime.fusion import LoweredProgram
 from counterpoint.runtime.sample_layout import SamplePart
 
 Autocasts: TypeAlias = tuple[tuple[str, bool, torch.dtype], ...]

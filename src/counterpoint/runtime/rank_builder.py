@@ -52,10 +52,11 @@ from counterpoint.runtime.batch_norm.sync import (
     require_no_sync_in_async_pipeline,
     require_not_recomputed,
 )
+from counterpoint.runtime.commit.step_commit import StepGuard
+from counterpoint.runtime.fusion import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
-from counterpoint.runtime.lowering import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.params.grad_check import GradCheck, find_share_factor
@@ -64,7 +65,6 @@ from counterpoint.runtime.params.shared_params import SharedGradHook
 from counterpoint.runtime.params.unit_roles import find_unit_roles
 from counterpoint.runtime.rng.draw_sites import DrawSites
 from counterpoint.runtime.rng.sample_rng import SampleRNG
-from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.runtime.stochastic_rounding import StochasticRounding
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.terminal_text import warn

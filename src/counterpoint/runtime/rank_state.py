@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from counterpoint.runtime.device_commit import LateResult, PendingCommit
+from counterpoint.runtime.commit.device_commit import LateResult, PendingCommit
+from counterpoint.runtime.commit.step_commit import StepResult, merge_results
 from counterpoint.runtime.loss.loss_scale import LossScaler
-from counterpoint.runtime.step_commit import StepResult, merge_results
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from counterpoint.data.sampler import Sampler, split_batch
 from counterpoint.errors import CounterpointError, DataError
+from counterpoint.runtime.commit.step_commit import StepReport, make_step_report, merge_parts
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.loss.loss_check import SUMS_REMEDY, LossCheck
 from counterpoint.runtime.loss.loss_reduction import PartTotal, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm
 from counterpoint.runtime.params.grad_check import GradCheck, GradReport
 from counterpoint.runtime.rng.sample_rng import hash_seed
-from counterpoint.runtime.step_commit import StepReport, make_step_report, merge_parts
 from counterpoint.spark.samples import find_samples
 from counterpoint.spark.shuffle import AddressedMessage, ShuffleMessage, ShuffleMessageKind
 from counterpoint.spark.training_spec import TrainingSpec, get_replica

@@ -9,7 +9,7 @@ from pathlib import Path
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import DataError, PlanError
 from counterpoint.optim.validation import require_counts
-from counterpoint.runtime.step_commit import (
+from counterpoint.runtime.commit.step_commit import (
     StepGuard,
     StepReport,
     StepResult,

@@ -20,10 +20,10 @@ from counterpoint.errors import CheckpointError, CheckpointWriteError, PlanError
 from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.dry_run import check_single_sample
 from counterpoint.partitioning.partitioned_model import as_call_args
-from counterpoint.runtime.device_commit import LateResult
+from counterpoint.runtime.commit.device_commit import LateResult
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale, parse_loss_scale
 from counterpoint.runtime.microbatches import SlicedBatch
-from counterpoint.runtime.step_commit import StepResult
 from counterpoint.terminal_text import warn
 from counterpoint.training.batches.batch_source import BatchSource
 from counterpoint.training.batches.global_batch import (

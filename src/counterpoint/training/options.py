@@ -14,9 +14,9 @@ from counterpoint.model.option_text import merge_option
 from counterpoint.model.precision import PrecisionArgument, parse_precision
 from counterpoint.optim.validation import MAX_SECONDS, renamed_hint
 from counterpoint.plan.plan import Plan
+from counterpoint.runtime.commit.step_commit import StepGuard
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale, LossScale, parse_loss_scale
 from counterpoint.runtime.rank_builder import BatchNormRule
-from counterpoint.runtime.step_commit import StepGuard
 from counterpoint.world.cluster import Cluster
 
 RENAMED_OPTIONS = {

@@ -20,12 +20,14 @@ from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint
 from counterpoint.partitioning.pytree import register_dataclasses
-from counterpoint.runtime.device_commit import LateResult
+from counterpoint.runtime.commit.device_commit import LateResult
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
 from counterpoint.runtime.sample_layout import SampleLayout
-from counterpoint.runtime.step_commit import StepResult
 from counterpoint.terminal_text import warn
+from counterpoint.training.agreement.rank_facts import CallFacts, NamedFacts, describe_arguments, describe_ranks
+from counterpoint.training.agreement.step_facts import describe_form
 from counterpoint.training.batches.global_batch import (
     batch_digest,
     committed_microbatches,
@@ -47,11 +49,9 @@ from counterpoint.training.plan_resolution import (
     parse_options,
     resolve_initial_plan,
 )
-from counterpoint.training.rank_facts import CallFacts, NamedFacts, describe_arguments, describe_ranks
 from counterpoint.training.ranks.local_ranks import LocalRanks, abort_training
 from counterpoint.training.ranks.placement import place_model
 from counterpoint.training.recording import ONE_RANK, record_call
-from counterpoint.training.step_facts import describe_form
 
 if TYPE_CHECKING:
     from counterpoint.training.callbacks.loop_reporter import LoopReporter

@@ -270,13 +270,13 @@ class AutoStrategy:
         from counterpoint.planner.choose import PREDICTED_TOLERANCE, rank_and_choose
         from counterpoint.planner.enumerate import enumerate_plans
         from counterpoint.planner.memory_suggestions import PlanningProblem
-        from counterpoint.planner.pipeline.candidates import SYNCHRONOUS_SCHEDULES, find_pipeline_plans
+        from counterpoint.planner.pipeline.candidates import DEFAULT_SYNCHRONOUS_SCHEDULES, find_pipeline_plans
 
         spec = trace_model_spec(model, optimizer_spec, inputs, options.dims, parse_precision(options.precision))
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)
         pipeline_plans = find_pipeline_plans(
-            self.num_ranks, spec.without_tp, cluster, batch_size, SYNCHRONOUS_SCHEDULES, profile=options.profile
+            self.num_ranks, spec.without_tp, cluster, batch_size, DEFAULT_SYNCHRONOUS_SCHEDULES, profile=options.profile
         )
         plans = (
             replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)

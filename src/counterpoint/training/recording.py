@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_map
 
 from counterpoint.errors import PlanError
 from counterpoint.launchers.script import ScriptStop, run_script
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.loss.loss_parameters import find_loss_module, find_trained_modules
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import Autocasts, MicrobatchSource, current_autocasts
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.step_commit import StepResult
 from counterpoint.training.model_checks.module_snapshot import ModuleSnapshot
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.plan_resolution import RequestedPlan

@@ -22,6 +22,7 @@ from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
 from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.sample_layout import SampleLayout
+from counterpoint.training.agreement.rank_facts import CallFacts, describe_arguments, describe_ranks
 from counterpoint.training.batches.batch_source import BatchSource, TrainingData, is_map_style, open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
 from counterpoint.training.callbacks.callback import Callback, History, callbacks_on_every_rank
@@ -50,7 +51,6 @@ from counterpoint.training.plan_resolution import (
     parse_options,
     resolve_initial_plan,
 )
-from counterpoint.training.rank_facts import CallFacts, describe_arguments, describe_ranks
 from counterpoint.training.ranks.local_ranks import LocalRanks, abort_training
 from counterpoint.training.ranks.placement import place_model
 from counterpoint.training.recording import ONE_RANK, record_call

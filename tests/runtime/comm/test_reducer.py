@@ -217,7 +217,7 @@ def test_another_gradient_after_its_reduction_has_started_is_an_error():
     def model():
         return nn.Sequential(Checkpointed(), chain(1)).double()
 
-    with pytest.raises(DataError, match="got gradient 2 of one backward after its all-reduce had started"):
+    with pytest.raises(DataError, match="got gradient 2 of one backward after its reduction had started"):
         train(f"data(2, {EACH})", [signed_batch(-1, -1), signed_batch(-1, -1), signed_batch(1, 1)], model=model())
 
 

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.runtime.sample_layout import SampleLayout
+from counterpoint.training.agreement.rank_facts import CallFacts, describe_arguments
 from counterpoint.training.batches.batch_source import open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
-from counterpoint.training.rank_facts import CallFacts, describe_arguments
 
 X = torch.arange(24.0).view(12, 2)
 LAYOUT = SampleLayout(torch.nn.Linear(2, 1), {}, ())

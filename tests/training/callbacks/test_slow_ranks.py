@@ -5,7 +5,7 @@ import json
 import math
 
 import counterpoint as cp
-from counterpoint.runtime.step_commit import StepResult
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.training.callbacks.callback import RunEnd, SlowRank
 from counterpoint.training.callbacks.progress import ProgressCallback
 from counterpoint.training.callbacks.run_folder import RunFolder

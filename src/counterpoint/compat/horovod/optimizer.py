@@ -33,7 +33,7 @@ from counterpoint.compat.horovod.synchronize import wait_result, wait_tensor, wa
 from counterpoint.compat.horovod.world import BUCKET_ORDER_LABEL, current_world
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fingerprint import digest, dtype_name, format_ranks
-from counterpoint.runtime.replica_check import sum_bits
+from counterpoint.runtime.commit.replica_check import sum_bits
 from counterpoint.terminal_text import warn
 
 NamedParameters = list[tuple[str, nn.Parameter]]

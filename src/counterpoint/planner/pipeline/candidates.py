@@ -46,8 +46,7 @@ from counterpoint.simulator.memory import peak_memory_bytes
 from counterpoint.simulator.simulate import simulate_breakdown
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline.pipeline import Pipeline
-from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES
-from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
+from counterpoint.strategies.pipeline.schedules.registry import ASYNC_SCHEDULES, SCHEDULES
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.zero import Zero
 from counterpoint.viz.number_format import format_seconds
@@ -215,8 +214,9 @@ def plan_for_layout(query: PipelineQuery, layout: StageLayout, balance: tuple[in
     return Plan(strategies, num_microbatches // num_replicas)
 
 
-SYNCHRONOUS_SCHEDULES = ("one_f_one_b",)
-DEFAULT_SCHEDULES = (*SYNCHRONOUS_SCHEDULES, "pipedream")
+DEFAULT_SYNCHRONOUS_SCHEDULES = ("one_f_one_b",)
+"""Schedules with a flush for which partitions are searched: the best ones of others are nearly the same."""
+DEFAULT_SCHEDULES = (*DEFAULT_SYNCHRONOUS_SCHEDULES, "pipedream")
 MICROBATCHES_PER_RANK = 4
 """Upper limit of synchronous pipelines; the lower limit is half a microbatch per rank."""
 MAX_MICROBATCH_COUNTS = 10

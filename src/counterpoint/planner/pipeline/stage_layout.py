@@ -21,7 +21,8 @@ from counterpoint.program.instruction import Collective, grad
 from counterpoint.simulator.cost_model import update_s
 from counterpoint.simulator.network import NetworkModel
 from counterpoint.strategies.pipeline.pipeline import Pipeline
-from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES, StageTimeline
+from counterpoint.strategies.pipeline.schedules.pipedream import StageTimeline
+from counterpoint.strategies.pipeline.schedules.registry import ASYNC_SCHEDULES
 from counterpoint.strategies.pipeline.schedules.schedule import StageReplica
 from counterpoint.world.cluster import Cluster, Link
 

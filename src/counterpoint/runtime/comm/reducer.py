@@ -268,7 +268,7 @@ class Reducer:
             return
         if bucket < progress.num_started:
             raise DataError(
-                f"{self.grad_slots[index].slot.name} got gradient {hits} of one backward after its all-reduce had "
+                f"{self.grad_slots[index].slot.name} got gradient {hits} of one backward after its reduction had "
                 f"started, because no earlier backward gave it more than {expected}; a reduction that overlaps with "
                 "backward must know which gradient is the last: set passes=(), so that reductions start after backward"
             )

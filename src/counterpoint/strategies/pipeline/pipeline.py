@@ -19,8 +19,12 @@ from counterpoint.strategies.pipeline.async_pipeline import AsyncPipeline
 from counterpoint.strategies.pipeline.chunks import Chunks
 from counterpoint.strategies.pipeline.partition import choose_chunk_starts, default_partition, split_before
 from counterpoint.strategies.pipeline.schedules.own_schedule import OwnSchedule, build_own_schedule, schedule_name
-from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES
-from counterpoint.strategies.pipeline.schedules.registry import find_schedule, require_chunk_count, require_schedule
+from counterpoint.strategies.pipeline.schedules.registry import (
+    ASYNC_SCHEDULES,
+    find_schedule,
+    require_chunk_count,
+    require_schedule,
+)
 from counterpoint.strategies.pipeline.schedules.schedule import PipelineSchedule, StageReplica, warmup
 from counterpoint.strategies.pipeline.split_points import (
     SplitPoint,

@@ -32,9 +32,9 @@ from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RankRuntime
+from counterpoint.training.agreement.step_facts import StepFacts
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
-from counterpoint.training.step_facts import StepFacts
 
 DTYPE_OF = attrgetter("dtype")
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from counterpoint.errors import PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group, Json
-from counterpoint.training.rank_facts import NamedFacts, describe_mode, describe_structure, first_difference
+from counterpoint.training.agreement.rank_facts import NamedFacts, describe_mode, describe_structure, first_difference
 
 MAX_CHANGE = 100
 """Characters of a change in the label of a message, of which transports quote no more than 240 bytes."""

@@ -7,9 +7,9 @@ import math
 from torch import Tensor
 
 from counterpoint.errors import DataError
-from counterpoint.runtime.device_commit import LateResult
+from counterpoint.runtime.commit.device_commit import LateResult
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.full_state import gather_grad_norms, gather_grads
-from counterpoint.runtime.step_commit import StepResult
 from counterpoint.training.built_ranks import BuiltRanks
 
 

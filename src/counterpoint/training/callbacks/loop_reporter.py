@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from counterpoint.runtime.device_commit import LateResult
-from counterpoint.runtime.step_commit import StepResult
+from counterpoint.runtime.commit.device_commit import LateResult
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.training.callbacks.callback import RunEnd, RunStart
 from counterpoint.training.callbacks.run_folder import RunFolder
 from counterpoint.training.callbacks.step_reporter import TRACED_STEP, StepReporter

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from counterpoint.program.trace import Trace
-from counterpoint.runtime.device_commit import LateResult
-from counterpoint.runtime.step_commit import StepResult
+from counterpoint.runtime.commit.device_commit import LateResult
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.training.callbacks.callback import Callback, StepEnd, TraceRecorded
 from counterpoint.training.callbacks.slow_ranks import SlowRankDetector
 

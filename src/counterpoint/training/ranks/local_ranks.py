@@ -32,7 +32,8 @@ from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Forward, Free
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.runtime.autograd.segment_executor import BoundModel
-from counterpoint.runtime.device_commit import LateResult
+from counterpoint.runtime.commit.device_commit import LateResult
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import find_trained_modules, model_of
 from counterpoint.runtime.loss.loss_reduction import LossFunction, PartTotal
@@ -57,8 +58,9 @@ from counterpoint.runtime.state_dict import (
     has_full_model,
     load_weights,
 )
-from counterpoint.runtime.step_commit import StepResult
 from counterpoint.strategies.buckets import BucketConfig
+from counterpoint.training.agreement.rank_facts import CallFacts
+from counterpoint.training.agreement.step_facts import submitted_batches
 from counterpoint.training.batches.in_flight import InFlightBatches
 from counterpoint.training.between_steps.model_changes import ModelChanges
 from counterpoint.training.between_steps.optimizer_exchange import OptimizerExchange
@@ -76,12 +78,10 @@ from counterpoint.training.model_checks.validation import require_no_autocast, r
 from counterpoint.training.model_partition import partition_for_plan, plan_fingerprint, use_plan_profile
 from counterpoint.training.options import TrainingOptions, use_plan_options
 from counterpoint.training.plan_resolution import share_params_per_host
-from counterpoint.training.rank_facts import CallFacts
 from counterpoint.training.ranks.device_memory import DeviceMemory, explain_full_device
 from counterpoint.training.ranks.initial_values import broadcast_initial_values
 from counterpoint.training.ranks.process_memory import ReleasedParameters, RetainedMemory
 from counterpoint.training.ranks.run_compiler import RunCompiler
-from counterpoint.training.step_facts import submitted_batches
 
 if TYPE_CHECKING:
     from counterpoint.planner.choose import PlanChoice

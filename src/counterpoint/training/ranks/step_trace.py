@@ -23,10 +23,10 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.text import format_instruction
 from counterpoint.program.trace import Lane, Trace, TraceEvent
-from counterpoint.runtime.device_commit import LateResult
+from counterpoint.runtime.commit.device_commit import LateResult
+from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.rank_state import CallTiming
-from counterpoint.runtime.step_commit import StepResult
 from counterpoint.training.ranks.local_ranks import LocalRanks
 
 

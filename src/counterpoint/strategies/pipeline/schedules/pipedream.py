@@ -10,7 +10,7 @@ uses the weights of k updates ago, as its forward did::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import Literal, TypeAlias
@@ -26,9 +26,6 @@ WeightPolicy: TypeAlias = Literal["stashing", "vertical_sync", "double_buffer"]
 ``double_buffer``  the version before the newest, on all stages
 =================  ================================================================================================
 """
-
-ASYNC_SCHEDULES: Mapping[str, WeightPolicy] = {"pipedream": "stashing", "pipedream_2bw": "double_buffer"}
-"""The schedules without a flush; vertical sync turns the first one's policy into ``vertical_sync``."""
 
 
 @dataclass(frozen=True, slots=True)

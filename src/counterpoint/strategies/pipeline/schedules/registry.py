@@ -1,14 +1,14 @@
-"""The registry of pipeline schedules by name and number of chunks per stage."""
+"""The registry of pipeline schedules: those with a flush by name and number of chunks per stage, and those without."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from counterpoint.errors import PlanError
 from counterpoint.strategies.pipeline.schedules.gpipe import GPIPE
 from counterpoint.strategies.pipeline.schedules.interleaved_1f1b import INTERLEAVED
 from counterpoint.strategies.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
-from counterpoint.strategies.pipeline.schedules.pipedream import ASYNC_SCHEDULES
+from counterpoint.strategies.pipeline.schedules.pipedream import WeightPolicy
 from counterpoint.strategies.pipeline.schedules.schedule import MAX_CHUNKS, PipelineSchedule
 from counterpoint.strategies.pipeline.schedules.zero_bubble import ZB_H1
 from counterpoint.strategies.pipeline.schedules.zero_bubble_v import ZB_V
@@ -21,6 +21,9 @@ SCHEDULES: tuple[PipelineSchedule, ...] = (
     INTERLEAVED,
 )
 """Schedules with a flush, in the order in which the planner tries them."""
+
+ASYNC_SCHEDULES: Mapping[str, WeightPolicy] = {"pipedream": "stashing", "pipedream_2bw": "double_buffer"}
+"""Schedules without a flush; vertical sync turns the first one's policy into ``vertical_sync``."""
 
 SCHEDULE_NAMES = tuple(sorted({*(schedule.name for schedule in SCHEDULES), *ASYNC_SCHEDULES}))
 """All values of a pipeline's ``schedule``."""

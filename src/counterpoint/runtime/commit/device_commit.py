@@ -3,7 +3,7 @@
 A rank's report is a row of numbers on the device. The rows of all members are gathered there, and
 :func:`decide_on_device` finds what optimizers need: whether the update is skipped, and the factor of the gradients. A
 copy of the rows is on its way to the host meanwhile. After the next step is launched, the host reads it, and decides
-again as :mod:`counterpoint.runtime.step_commit` does, for the texts, the counts and the errors::
+again as :mod:`counterpoint.runtime.commit.step_commit` does, for the texts, the counts and the errors::
 
     device | forward t   backward t   rows, decision, update t | forward t+1 ...                  update t+1 |
     host   | launch t ..................................... copy | launch t+1 ......... read t, raise for t  |
@@ -26,10 +26,7 @@ from torch import Tensor
 from counterpoint.device.accelerator import Accelerator, HostCopy
 from counterpoint.device.late_number import LateNumber
 from counterpoint.fabric.fabric import Fabric, Group
-from counterpoint.runtime.loss.loss_reduction import PartTotal
-from counterpoint.runtime.loss.loss_scale import MAX_SCALE, DynamicLossScale
-from counterpoint.runtime.params.grad_check import DeviceGradReport, GradReport
-from counterpoint.runtime.step_commit import (
+from counterpoint.runtime.commit.step_commit import (
     SUM,
     WEIGHTED_MEAN,
     StepGuard,
@@ -37,6 +34,9 @@ from counterpoint.runtime.step_commit import (
     StepResult,
     may_overflow,
 )
+from counterpoint.runtime.loss.loss_reduction import PartTotal
+from counterpoint.runtime.loss.loss_scale import MAX_SCALE, DynamicLossScale
+from counterpoint.runtime.params.grad_check import DeviceGradReport, GradReport
 
 
 class DecideStep(Protocol):

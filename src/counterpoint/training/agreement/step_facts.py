@@ -32,7 +32,12 @@ from counterpoint.runtime.microbatches import (
     current_autocasts,
 )
 from counterpoint.runtime.sample_layout import SamplePart
-from counterpoint.training.rank_facts import describe_group, describe_value, first_difference, plain_attributes
+from counterpoint.training.agreement.rank_facts import (
+    describe_group,
+    describe_value,
+    first_difference,
+    plain_attributes,
+)
 
 CHANGE_EQUALLY = (
     "all ranks train one model: step schedulers, and set options of the optimizer and attributes, equally "

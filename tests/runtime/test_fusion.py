@@ -3,7 +3,7 @@
 import pytest
 
 from counterpoint.program.text import format_instruction, parse_instruction
-from counterpoint.runtime.lowering import (
+from counterpoint.runtime.fusion import (
     ApplyPushesRun,
     BackwardRun,
     CollectiveRun,
