@@ -141,7 +141,8 @@ class Commit:
 
     Args:
         group: the ranks that agree.
-        loss_group: the ranks whose samples are averaged with this member's; empty for the whole group.
+        loss_group: the ranks over whose samples this member's loss is averaged, and whose gradients are clipped
+            together with its own; empty for the whole group.
     """
 
     group: Group

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from counterpoint.errors import DataError, PlanError, first_line
 from counterpoint.optim.low_bit_adam import Adam8bit, AdamBf16, AdamW8bit, AdamWBf16, BlockwiseAdam
-from counterpoint.runtime.state_of_ranks import StateOfRanks
+from counterpoint.runtime.optimizer_state_view import StateOfRanks
 from counterpoint.world.topology import format_count
 
 REQUIRES_GRAD_OF = attrgetter("requires_grad")

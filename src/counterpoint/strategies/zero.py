@@ -4,7 +4,10 @@
 
     level 1   backward of all microbatches | reduce_scatter(grad) | update own shard | all_gather(weight)
     level 2   each backward, then reduce_scatter(grad) and free it | update own shard | all_gather(weight)
-    level 3   all_gather(weight) around each forward and backward, free it after; reduce_scatter as level 2
+    level 3   all_gather(weight) before each forward and backward, free it after; after each backward
+              reduce_scatter(grad) and free it | update own shard
+
+Gathers of level 3 are awaited; the pass ``prefetch`` starts them during the computation before.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ them in the same order, also if their own gradients are ready in another order::
     wait                                          '-->  at its wait instruction: all of them        (5)
 
 A bucket is a set of ranges in flat gradients. Small gradients are copied there when their bucket is complete, large
-ones as soon as they are ready. How often a parameter gets a gradient in one backward is known from earlier backwards;
-one more after its reduction has started is an error.
+ones as soon as they are ready: also those of large matrices, which the backward writes into the flat gradient without a
+``.grad``, since torch calls the hook of a parameter all the same. How often a parameter gets a gradient in one backward
+is known from earlier backwards; one more after its reduction has started is an error.
 """
 
 from __future__ import annotations

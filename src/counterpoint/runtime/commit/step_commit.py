@@ -339,13 +339,17 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     num_samples: int = 0,
     loss_scale: float = 1.0,
 ) -> StepResult:
-    """Return the result of a group; equal on all members, except what concerns gradients where ``loss_group`` differs.
+    """Return the result of a group.
+
+    It is equal on all members, but for the loss, the gradient norm and the scale of gradients if these have
+    ``loss_group`` of their own, as workers of EASGD do.
 
     Args:
         reports: of all members, in the order of the group.
         group: the members.
         guard: what is checked.
-        loss_group: the members whose gradients are clipped together with this rank's; empty for all.
+        loss_group: the members over whose samples this rank's loss is averaged, and whose gradients are clipped
+            together with its own; empty for all.
         microbatches_per_batch: in an asynchronous pipeline; else 0.
         weight_unit: of the weights in this step; 0 if the gradients are those of the weighted mean already.
         delayed_mean_factor: the ``mean_factor`` of the step before, if this step applies its gradients; else None.
