@@ -35,6 +35,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2_2": ("zero2(2)", {"m": 2}),
     "zero3_2": ("zero3(2)", {"m": 2}),
     "zero3_2_overlap": ("zero3(2)", EARLY),
+    "zero3_2_reshard_off": ("zero3(2, reshard_after_forward=off)", {"m": 2}),
     "zero3_2_prefetch": ("zero3(2)", {"m": 2, "blocks": 3, "passes": ("overlap", "prefetch")}),
     "zero3_2_tied": ("zero3(2)", {"tied": True}),
     "pipeline_4": ("pipeline(4)", {"m": 4, "blocks": 4}),

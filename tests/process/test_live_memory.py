@@ -13,6 +13,7 @@ FORMULAS = {
         "zero(2, level=1)": 1 + 1 + 2 / 2,
         "zero(2, level=2)": 1 + 1 / 2 + 2 / 2,
         "zero(2, level=3)": (1 + 1 + 2) / 2,
+        "zero(2, level=3, reshard_after_forward=off)": (1 + 1 + 2) / 2,
         "pipeline(2)": (1 + 1 + 2) / 2,
         "tensor(2)": (1 + 1 + 2) / 2,
     },

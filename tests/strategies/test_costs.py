@@ -25,6 +25,7 @@ def test_replicas_send_what_their_paper_says(n, micros):
     assert sent(f"zero1({n})", m=micros) == [2 * ring * P] * n
     assert sent(f"zero2({n})", m=micros) == [(micros + 1) * ring * P] * n
     assert sent(f"zero3({n})", m=micros) == [3 * micros * ring * P] * n
+    assert sent(f"zero3({n}, reshard_after_forward=off)", m=micros) == [(micros + 1) * ring * P] * n
 
 
 def test_solo_sends_nothing():

@@ -115,6 +115,15 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "zero(2, level=3, reshard_after_forward=never)",
+            "zero has no reshard_after_forward='never'; give off, which keeps weights from forward to backward, or on",
+        ),
+        (
+            "zero(2, level=2, reshard_after_forward=off)",
+            "zero(..., level=2) does not shard weights, so there is nothing to reshard; leave out "
+            "reshard_after_forward, or give level=3",
+        ),
         ("zero(2, level=4)", "zero has the levels 1, 2 and 3, not 4; give level=1, level=2 or level=3"),
         (
             "pipeline(2, schedule=zigzag)",

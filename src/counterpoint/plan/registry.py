@@ -92,11 +92,16 @@ STRATEGIES: dict[str, StrategyEntry] = {
         ("update", "compress", "reduce", "sync_every", "sync_first", "staleness", *BUCKET_OPTIONS),
         Data,
     ),
-    "zero": StrategyEntry(Zero, "replicas that shard optimizer state, gradients or weights", ("level",), Zero),
+    "zero": StrategyEntry(
+        Zero, "replicas that shard optimizer state, gradients or weights", ("level", "reshard_after_forward"), Zero
+    ),
     "zero1": StrategyEntry(partial(Zero, level=1), "zero with sharded optimizer state", (), Zero),
     "zero2": StrategyEntry(partial(Zero, level=2), "zero with sharded optimizer state and gradients", (), Zero),
     "zero3": StrategyEntry(
-        partial(Zero, level=3), "zero with sharded optimizer state, gradients and weights", (), Zero
+        partial(Zero, level=3),
+        "zero with sharded optimizer state, gradients and weights",
+        ("reshard_after_forward",),
+        Zero,
     ),
     "tree": StrategyEntry(
         TreeReduce,

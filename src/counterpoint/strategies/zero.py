@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeGuard
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
@@ -31,7 +31,7 @@ from counterpoint.program.instruction import (
     grad,
     weight,
 )
-from counterpoint.program.program import Program, RankProgram
+from counterpoint.program.program import Instructions, Program, RankProgram
 from counterpoint.program.rewrite import (
     backward_runs,
     forward_blocks,
@@ -60,13 +60,16 @@ class Zero(Strategy):
     Args:
         degree: number of ranks along the new axis.
         level: 1, 2 or 3, as above.
+        reshard_after_forward: at level 3, ``on`` frees weights after each forward, and gathers them again for the
+            backward; ``off`` gathers them once in a step, and frees them after their last backward.
         name: the strategy as the user wrote it, for errors, if it is part of another one.
 
     Cost:
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
         ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each of them,
         and its gradient reduce-scattered for each chunk of a stage). In mixed precision, level 3 gathers casts of
-        weights: with 2 bytes instead of 4, ``2 M (n-1)/n P``.
+        weights: with 2 bytes instead of 4, ``2 M (n-1)/n P``. With ``reshard_after_forward=off`` level 3 sends
+        ``(M+1) (n-1)/n P``, and holds whole weights from their first forward to their last backward.
         Memory per rank: ``1/n`` of the optimizer state; from level 2 on ``1/n`` of the gradients from one forward to
         the next, and whole ones only until the last backward of their unit; at level 3 ``1/n`` of the weights.
 
@@ -76,6 +79,7 @@ class Zero(Strategy):
 
     degree: int
     level: Literal[1, 2, 3] = 1
+    reshard_after_forward: Literal["on", "off"] = "on"
     name: str = field(default="", compare=False, repr=False)
 
     axis: ClassVar[str] = "zero"
@@ -83,10 +87,21 @@ class Zero(Strategy):
     def __post_init__(self) -> None:
         if self.level not in {1, 2, 3}:
             raise PlanError(f"zero has the levels 1, 2 and 3, not {self.level}; give level=1, level=2 or level=3")
+        if self.reshard_after_forward not in {"on", "off"}:
+            raise PlanError(
+                f"zero has no reshard_after_forward={self.reshard_after_forward!r}; give off, which keeps weights from "
+                "forward to backward, or on"
+            )
+        if self.reshard_after_forward == "off" and self.level != 3:
+            raise PlanError(
+                f"zero(..., level={self.level}) does not shard weights, so there is nothing to reshard; leave out "
+                "reshard_after_forward, or give level=3"
+            )
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        return self.name or f"zero({self.degree}, level={self.level})"
+        kept = ", reshard_after_forward=off" if self.reshard_after_forward == "off" else ""
+        return self.name or f"zero({self.degree}, level={self.level}{kept})"
 
     @property
     def granularity(self) -> Granularity:
@@ -126,6 +141,8 @@ class Zero(Strategy):
         use = _UnitUse.from_rank_program(rank_program, units)
         if self.level == 1:
             rank_program = _reduce_scatter_before_update(rank_program, group)
+        if self.reshard_after_forward == "off":
+            return map_parts(rank_program, lambda body: list(_all_gather_once(body, group, use)))
         if self.level == 3:
             return map_parts(
                 rank_program, lambda body: [new for one in body for new in _all_gather_around(one, group, use)]
@@ -163,6 +180,8 @@ class Zero(Strategy):
             return rank.num_micros * rank.num_chunks(unit) * reduced + 1
         uses = sum(block in rank.blocks for block in unit)
         gathered = Fraction(model.unit_bytes(unit, held_as="gathered_weight"), model.unit_bytes(unit) or 1)
+        if self.reshard_after_forward == "off":
+            return gathered + rank.num_micros * rank.num_chunks(unit) * reduced
         return rank.num_micros * (2 * uses * gathered + rank.num_chunks(unit) * reduced)
 
 
@@ -205,11 +224,24 @@ def _with_reduce_scatter(instruction: Instruction, group: Group, use: _UnitUse) 
             yield Free(grad(unit))
 
 
+def _reads_weights(instruction: Instruction) -> TypeGuard[Forward | Backward]:
+    """Return whether an instruction reads weights; the part of a backward that computes their gradients does not."""
+    return isinstance(instruction, Forward) or (isinstance(instruction, Backward) and instruction.computes_input_grad)
+
+
+def _all_gather_once(body: Instructions, group: Group, use: _UnitUse) -> Iterator[Instruction]:
+    """Yield the instructions with each unit's weights gathered before their first use, and freed after the last."""
+    uses = [use.by_block[one.block] if _reads_weights(one) else [] for one in body]
+    first = {unit: index for index, units in reversed([*enumerate(uses)]) for unit in units}
+    last = {unit: index for index, units in enumerate(uses) for unit in units}
+    for index, instruction in enumerate(body):
+        yield from (Collective("all_gather", weight(unit), group) for unit in uses[index] if first[unit] == index)
+        yield from _with_reduce_scatter(instruction, group, use)
+        yield from (Free(weight(unit)) for unit in uses[index] if last[unit] == index)
+
+
 def _all_gather_around(instruction: Instruction, group: Group, use: _UnitUse) -> Iterator[Instruction]:
-    if not isinstance(instruction, Forward | Backward):
-        yield instruction
-        return
-    if isinstance(instruction, Backward) and not instruction.computes_input_grad:  # it reads no weights
+    if not _reads_weights(instruction):
         yield from _with_reduce_scatter(instruction, group, use)
         return
     for unit in use.by_block[instruction.block]:

@@ -202,7 +202,8 @@ def legal_plans(draw, model):
     if served:
         add(draw(servers(4) if "server" in kinds else centers(4)))
     elif "zero" in kinds and not has_tree:
-        add(Zero(draw(degrees(4)), 1 if is_coded else draw(st.sampled_from([1, 2, 3]))))
+        level, kept = draw(st.sampled_from([(1, "on"), (2, "on"), (3, "on"), (3, "off")]))
+        add(Zero(draw(degrees(4)), *((1,) if is_coded else (level, kept))))
     if "more data" in kinds and not any(
         strategy_kind(strategy) in {"ssp", "asp", "elastic averaging"} for strategy in chosen
     ):
