@@ -98,10 +98,7 @@ def measure(options: BenchmarkOptions) -> BenchmarkResult:
     rows = [*measure_link(options.num_rounds(ROUNDS), "quick" if options.is_quick else "full", missed, figures)]
     options.report_progress("text in five precisions")
     rows += measure_text(2 if options.is_quick else NUM_STEPS, missed, figures)
-    note = (
-        "computed in float32 and rounded once, because this processor does not multiply bf16"
-        if figures["bf16"]["replaced_products"]
-        else "torch's own kernels"
-    )
+    replaced = figures["bf16"]["replaced_products"]
+    note = f"those of {' and '.join(replaced)} in float32, rounded once" if replaced else "torch's own kernels"
     columns = ("part", "run", "result", "compared", "over DDP", "over FSDP2")
     return BenchmarkResult(columns, tuple(rows), tuple(missed), figures, {"products of bf16 and fp16:": note})

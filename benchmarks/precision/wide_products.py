@@ -7,28 +7,27 @@ this process, whoever calls them, so that all contenders of a benchmark have the
 
 import warnings
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch.library import Library
 
-NARROW = {torch.bfloat16, torch.float16}
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
-ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+SLOW_FACTOR = 4  # times as long as in float32
 
 
-def in_float32(operator, *args, **options):
-    """Return what ``torch.<operator>`` returns, computed in float32, in the dtype of its last tensor."""
-    tensors = [value for value in args if isinstance(value, torch.Tensor)]
-    dtype = tensors[-1].dtype
-    widened = [value.float() if isinstance(value, torch.Tensor) and value.dtype in NARROW else value for value in args]
-    out = torch.empty(0, dtype=torch.float32 if dtype in NARROW else dtype)
+def in_float32(operator, dtypes, *args, **options):
+    """Return what ``torch.<operator>`` returns, computed in float32 if its last tensor has one of some dtypes."""
+    dtype = next(value.dtype for value in reversed(args) if isinstance(value, torch.Tensor))
+    if dtype in dtypes:
+        args = [value.float() if isinstance(value, torch.Tensor) else value for value in args]
+    out = torch.empty(0, dtype=torch.float32 if dtype in dtypes else dtype)
     # with out= it is another operator, whose kernel is not replaced
-    return getattr(torch, operator)(*widened, out=out, **options).to(dtype)
+    return getattr(torch, operator)(*args, out=out, **options).to(dtype)
 
 
-def is_slow():
-    """Tell whether products of bf16 take more than four times as long as those of float32 on this machine."""
-    from time import perf_counter
+def find_slow_dtypes():
+    """Return which of bf16 and fp16 this machine multiplies much more slowly than float32."""
 
     def seconds(dtype):
         one, times = torch.ones(256, 256, dtype=dtype), []
@@ -38,14 +37,14 @@ def is_slow():
             times.append(perf_counter() - began)
         return min(times)
 
-    return seconds(torch.bfloat16) > 4 * seconds(torch.float32)
+    return {dtype for dtype in (torch.bfloat16, torch.float16) if seconds(dtype) > SLOW_FACTOR * seconds(torch.float32)}
 
 
-def replace_products():
-    """Replace the products of bf16 and fp16 in this process; return the library that keeps them replaced."""
+def replace_products(dtypes):
+    """Replace the products of some dtypes in this process; return the library that keeps them replaced."""
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
-        for operator in PRODUCTS:
-            library.impl(operator, partial(in_float32, operator), "CPU")
+        for operator in PRODUCTS if dtypes else ():
+            library.impl(operator, partial(in_float32, operator, dtypes), "CPU")
     return library
