@@ -15,7 +15,11 @@ PLANS = (
     "zero(2, level=3) * data(2)",
     "tensor(2) * zero(2, level=3)",
 )
-PASSES = {"overlap": ("overlap",), "prefetch": ("overlap", "prefetch"), "recompute": ("overlap", "prefetch", "recompute")}
+PASSES = {
+    "overlap": ("overlap",),
+    "prefetch": ("overlap", "prefetch"),
+    "recompute": ("overlap", "prefetch", "recompute"),
+}
 OPTIONS = {"epochs": 2, "data": dataset(32), "batch_size": 16, "fit_options": {"eval_dataset": dataset(8)}}
 
 
