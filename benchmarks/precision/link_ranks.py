@@ -22,6 +22,11 @@ BATCH, TOKENS, LENGTH, WARM_UP, TRIALS = 8, 4096, 128, 3, 52  # of bucket sizes
 OURS = {
     "data": {"strategy": "data(2)", "precision": "bf16(reduce=bf16)"},
     "zero3": {"strategy": "zero(2, level=3)", "precision": "bf16(reduce=bf16)"},
+    "prefetch": {
+        "strategy": "zero(2, level=3, reshard_after_forward=off)",
+        "precision": "bf16(reduce=bf16)",
+        "passes": ("overlap", "prefetch"),
+    },
     "float32": {"strategy": "data(2)"},
 }
 

@@ -15,25 +15,28 @@ def values_of(rank, length):
     return torch.randn(length, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
 
 
-def summed_once(length, dtype):
-    narrow = [values_of(rank, length).to(dtype).float() for rank in TRIO]
-    return ((narrow[0] + narrow[1]) + narrow[2]).to(dtype).float()
+def summed_once(length, dtype, ranks=TRIO):
+    narrow = [values_of(rank, length).to(dtype).float() for rank in ranks]
+    return sum(narrow[1:], start=narrow[0]).to(dtype).float()
 
 
 def all_reduce(fabric):
     """Start all of them, then wait for them in the same order."""
+    group = tuple(range(fabric.num_ranks))
     wholes = [values_of(fabric.rank, length) for length in LENGTHS for _ in NARROW]
     pairs = zip(wholes, NARROW * len(LENGTHS), strict=True)
-    works = [start_cast_all_reduce(fabric, "sum", whole, whole.to(dtype), TRIO) for whole, dtype in pairs]
+    works = [start_cast_all_reduce(fabric, "sum", whole, whole.to(dtype), group) for whole, dtype in pairs]
     for work in works:
         work.wait()
     return [whole.tolist() for whole in wholes]
 
 
-@pytest.mark.long(quick=["local"])
-def test_an_all_reduce_is_a_sum_in_32_bits_rounded_once(run_scenario):
-    expected = [summed_once(length, dtype).tolist() for length in LENGTHS for dtype in NARROW]
-    assert run_scenario(all_reduce, 3) == [expected] * 3
+@pytest.mark.long(quick=["local-2", "local-3", "gloo-2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_all_reduce_is_a_sum_in_32_bits_rounded_once(run_scenario, num_ranks):
+    ranks = range(num_ranks)
+    expected = [summed_once(length, dtype, ranks).tolist() for length in LENGTHS for dtype in NARROW]
+    assert run_scenario(all_reduce, num_ranks) == [expected] * num_ranks
 
 
 BOUNDS = [0, 2, 2, 7]

@@ -8,6 +8,9 @@
 Each rank adds up the narrow values of its range, in the order of the group and in 32 bits, and rounds the sum once to
 the narrow dtype, as every transport's reduce-scatter does. An all-reduce gathers these sums. Transports' own
 all-reduces would send 16-bit floats in 32 bits, to round their sum once.
+
+Two ranks all-reduce by one gather of both narrow tensors, which each of them adds up: as many bytes, and nothing is
+left to send when the result is waited for.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
+from counterpoint.fabric.reductions import reduce_in_order_into
 
 _Pending: TypeAlias = tuple[Work, Callable[[], Work] | None, Tensor, Tensor]
 
@@ -49,6 +53,31 @@ class CastReduction(Work):
         self._pending = None
 
 
+class CastPairReduction(Work):
+    """A sum of the narrow tensors of two ranks, which are gathered, and added up by the wait.
+
+    Args:
+        gather: of both.
+        both: the narrow tensors, one after the other.
+        target: receives the sum.
+    """
+
+    def __init__(self, gather: Work, both: Tensor, target: Tensor) -> None:
+        self._pending: tuple[Work, Tensor, Tensor] | None = (gather, both, target)
+
+    def wait(self) -> None:
+        """Write the result once, and free the narrow tensors."""
+        if self._pending is None:
+            return
+        gather, both, target = self._pending
+        gather.wait()
+        first, second = both.view(2, -1)
+        if len(first):
+            reduce_in_order_into(first, [first, second], "sum")
+        target.copy_(first)
+        self._pending = None
+
+
 def start_cast_reduce_scatter(
     fabric: Fabric, label: str, whole: Tensor, narrow: Tensor, bounds: Sequence[int], group: Group
 ) -> Work:
@@ -77,9 +106,13 @@ def start_cast_all_reduce(fabric: Fabric, label: str, whole: Tensor, narrow: Ten
         fabric: this rank's connection to the members.
         label: name of the tensor.
         whole: flat and contiguous.
-        narrow: what is sent of it, in a narrower dtype; it is overwritten.
+        narrow: what is sent of it, in a narrower dtype; it may be overwritten.
         group: the members.
     """
+    if len(group) == 2:
+        both, position, size = narrow.new_empty(2 * len(narrow)), group.index(fabric.rank), len(narrow)
+        both[position * size : (position + 1) * size] = narrow
+        return CastPairReduction(fabric.all_gather(label, both, [0, size, 2 * size], group), both, whole)
     bounds = [len(narrow) * index // len(group) for index in range(len(group) + 1)]
     work = fabric.reduce_scatter(label, narrow, bounds, group)
     return CastReduction(work, lambda: fabric.all_gather(label, narrow, bounds, group), whole, narrow)

@@ -104,7 +104,7 @@ def test_reductions_that_overlap_with_the_backward_give_the_same_bits(plan):
 
 
 class RememberingFabric:
-    """A fabric that remembers the tensors of reduce-scatters, but does not keep them."""
+    """A fabric that remembers the narrow tensors it sends, but does not keep them."""
 
     def __init__(self, fabric):
         self.fabric, self.reduced = fabric, []
@@ -113,19 +113,26 @@ class RememberingFabric:
         return getattr(self.fabric, name)
 
     def reduce_scatter(self, label, whole, bounds, group):
-        self.reduced.append((whole.dtype, weakref.ref(whole)))
-        return self.fabric.reduce_scatter(label, whole, bounds, group)
+        return self.remember(whole) or self.fabric.reduce_scatter(label, whole, bounds, group)
+
+    def all_gather(self, label, whole, bounds, group):
+        return self.remember(whole) or self.fabric.all_gather(label, whole, bounds, group)
+
+    def remember(self, whole):
+        if whole.dtype == torch.bfloat16:
+            self.reduced.append(weakref.ref(whole))
 
 
 @pytest.mark.parametrize("passes", [(), ("overlap",)])
-def test_nothing_narrow_is_left_between_steps_and_gradients_are_not_shared(passes):
-    with build_local_ranks("data(2)", precision=BF16, passes=passes) as one:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_nothing_narrow_is_left_between_steps_and_gradients_are_not_shared(num_ranks, passes):
+    with build_local_ranks(f"data({num_ranks})", precision=BF16, passes=passes) as one:
         communication = one.ranks[0].interpreter.communication
         communication.fabric = communication.overlap.fabric = fabric = RememberingFabric(communication.fabric)
         for number in range(3):
-            one.step(number, make_batch(2))
-        assert {dtype for dtype, _ in fabric.reduced} == {torch.bfloat16}
-        assert all(tensor() is None for _, tensor in fabric.reduced)
+            one.step(number, make_batch(num_ranks))
+        assert fabric.reduced
+        assert all(tensor() is None for tensor in fabric.reduced)
         assert not any(flat_params.grads.is_shared for flat_params in flat_params_of(one.ranks[0]))
 
 
