@@ -225,10 +225,12 @@ class GradCheck:
             for name, version in self._checked.items()
             if name in params and _version_of(params[name].grad) == version
         ]
-        if type(None) in {*map(type, map(GRAD_OF, params.values()))}:  # of tables with rows, or not in the forward
+        grads = [*map(GRAD_OF, params.values())]
+        if type(None) in {*map(type, grads)}:  # of tables with rows, or not in the forward
             left_out += [name for name, param in params.items() if param.grad is None and name not in left_out]
         part = group.without(tuple(left_out))
-        grads = [*map(GRAD_OF, part.params.values())]
+        if left_out:
+            grads = [*map(GRAD_OF, part.params.values())]
         addresses = part.reader.collect(grads) if grads else None
         if addresses is None:
             self.check_params(part.params)
