@@ -21,7 +21,7 @@ class Scaled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.norm, self.scale, self.calls, self.rank = nn.Linear(2, 2), nn.BatchNorm1d(2), 1.0, 0, 0
+        self.layer, self.scale, self.calls, self.rank = nn.Linear(2, 2), 1.0, 0, 0
 
 
 class Buffers:
@@ -68,7 +68,7 @@ def set_buffer(one):
 
 
 def freeze_statistics(one):
-    one.model.norm.eval()
+    one.model.layer.eval()
 
 
 CHANGES = {
@@ -78,7 +78,7 @@ CHANGES = {
     "maximize": (set_option("maximize", True), "maximize of the optimizer's group 0 is False on rank 0, True on rank 1"),
     "text": (set_option("note", "x"), "at index .* rank 0 has .*, rank 1 has note of the optimizer's group 0"),
     "attribute": (set_scale, "scale of the model is 1.0 on rank 0, 2.0 on rank 1"),
-    "mode": (freeze_statistics, "norm.training of the model is True on rank 0, False on rank 1"),
+    "mode": (freeze_statistics, "layer.training of the model is True on rank 0, False on rank 1"),
     "buffer": (set_buffer, "mean of the model is a buffer with digest 0 on rank 0, a buffer with digest 1 on rank 1"),
     "content": (set_batch(X + 1, Y), r"the content of the batch is digest \w+ \w+ on rank 0, digest .*global batch"),
     "shape": (set_batch(X[:, :1], Y), r"the form of the batch is float32 \(12, 2\), .* on rank 0, float32 \(12, 1\), "),
@@ -144,7 +144,7 @@ def test_the_mode_of_a_whole_model_and_modes_that_forwards_set_are_left_out():
     assert compare(one, other) == ""
     one.model.train()
     one.begin_step()
-    one.model.norm.eval()  # in a forward, on the rank that has the norm
+    one.model.layer.eval()  # in a forward, on the rank that has the layer
     one.facts.end_step()
     assert compare(one, other) == ""
 

@@ -195,8 +195,7 @@ class ModuleModes:
     """The modes, training or evaluation, of modules, and which of them the user changes between steps.
 
     A root that is in evaluation mode as a whole is put back by the step into the modes that it had at first. What a
-    step itself has changed otherwise is left out from then on, and so are modules whose code does not read its mode,
-    such as a ``Linear``.
+    step itself has changed otherwise is left out from then on.
 
     Args:
         modules: roots, by a name for errors.
@@ -206,7 +205,7 @@ class ModuleModes:
         self.names: list[str] = []
         self.roots: list[tuple[nn.Module, list[dict[str, Any]], list[bool]]] = []
         for what, root in modules.items():
-            named = [(path, one) for path, one in root.named_modules() if one is root or reads(one, "training")]
+            named = list(root.named_modules())
             self.names += [f"{path}.training".lstrip(".") + f" of {what}" for path, _ in named]
             flags = [one.training or not root.training for _, one in named]
             self.roots.append((root, [vars(one) for _, one in named], flags))
