@@ -100,7 +100,7 @@ def start_cast_reduce_scatter(
 def start_cast_all_reduce(fabric: Fabric, label: str, whole: Tensor, narrow: Tensor, group: Group) -> Work:
     """Start to replace a flat tensor, on every member, by the sum of the members' narrow tensors.
 
-    All members wait for the works of a group in the same order: the wait gathers the sums.
+    All members wait for the works of a group in the same order: with more than two, the wait gathers the sums.
 
     Args:
         fabric: this rank's connection to the members.

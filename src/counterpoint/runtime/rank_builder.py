@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -320,8 +320,7 @@ class GradHookCheck:
     def __init__(self, model: nn.Module, partition: PartitionedModel, plan: Plan) -> None:
         self.params, self.plan = list(model.named_parameters()), plan
         self.tensors = [param for _, param in self.params]
-        self.seen: list[dict[int, Any]] = []  # the hooks of all parameters that have some, and their numbers
-        self.num_seen: list[int] = []
+        self.allowed: list[tuple[int, ...]] = []  # the ids of the hooks at the last call, of each parameter with some
         self.are_called = plan.num_ranks == 1 and isinstance(partition, WholeModel)
         self.is_exact = self.are_called and plan.global_num_microbatches == 1
 
@@ -331,7 +330,11 @@ class GradHookCheck:
         Raises:
             PlanError: one has.
         """
-        if self.is_exact or not self._are_new():
+        if self.is_exact:
+            return
+        found = [*filter(None, chain(map(BACKWARD_HOOKS_OF, self.tensors), map(POST_HOOKS_OF, self.tensors)))]
+        hook_ids = [*map(tuple, found)]  # of handles, each of which has an id of its own in this process
+        if hook_ids == self.allowed:
             return
         for name, param in self.params:
             # there is no other way to see them
@@ -363,15 +366,7 @@ class GradHookCheck:
             )
             self.is_exact = True  # warned once
             return
-
-    def _are_new(self) -> bool:
-        """Return whether there are other hooks than at the last call; reads many parameters in a few calls."""
-        found = [*filter(None, chain(map(BACKWARD_HOOKS_OF, self.tensors), map(POST_HOOKS_OF, self.tensors)))]
-        numbers = [*map(len, found)]
-        if numbers == self.num_seen and all(map(is_, found, self.seen)):
-            return False
-        self.seen, self.num_seen = found, numbers
-        return True
+        self.allowed = hook_ids  # after an error they are looked at again
 
 
 def bind_segments(

@@ -215,7 +215,7 @@ def plan_for_layout(query: PipelineQuery, layout: StageLayout, balance: tuple[in
 
 
 DEFAULT_SYNCHRONOUS_SCHEDULES = ("one_f_one_b",)
-"""Schedules with a flush for which partitions are searched: the best ones of others are nearly the same."""
+"""Schedules with a flush for which partitions and replicas are searched by default."""
 DEFAULT_SCHEDULES = (*DEFAULT_SYNCHRONOUS_SCHEDULES, "pipedream")
 MICROBATCHES_PER_RANK = 4
 """Upper limit of synchronous pipelines; the lower limit is half a microbatch per rank."""

@@ -249,7 +249,7 @@ def reads(module: nn.Module, name: str) -> bool:
         name: of the attribute.
 
     Example:
-        >>> reads(nn.LayerNorm(4), "eps"), reads(nn.Linear(4, 4), "in_features"), reads(nn.Dropout(), "training")
+        >>> reads(nn.LayerNorm(4), "eps"), reads(nn.Linear(4, 4), "in_features"), reads(nn.Dropout(), "p")
         (True, False, True)
     """
     attributes = vars(module)
