@@ -15,7 +15,7 @@ from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.fused_optimizer import (
     are_contiguous,
     fused_update,
-    supports_fused_update,
+    fused_update_dtypes,
 )
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
@@ -32,6 +32,11 @@ RULES: dict[str, Any] = {
 }
 
 
+def take_fused_step(optimizer):
+    """Step with the tensors' own gradients."""
+    fused_update(optimizer, fused_update_dtypes(optimizer), {})
+
+
 def run_both(rule, dtype, num_parts, num_steps=4):
     """Step with the sum of some gradients by torch and fused; return the weights and optimizers of run_both."""
     draw = torch.Generator().manual_seed(num_parts)
@@ -43,7 +48,8 @@ def run_both(rule, dtype, num_parts, num_steps=4):
         reference.grad = sum(parts[1:], parts[0])
         one.step()
         with torch.no_grad():
-            fused_update(other, {id(fused): lambda *, as_rows, parts=parts: [GradRange(0, fused.numel(), parts)]})
+            sources = {id(fused): lambda *, as_rows, parts=parts: [GradRange(0, fused.numel(), parts)]}
+            fused_update(other, fused_update_dtypes(other), sources)
     return reference, fused, one, other
 
 
@@ -79,7 +85,7 @@ def test_the_state_is_that_of_torch(rule):
     ids=["another rule", "another dtype", "capturable", "a class of the user's"],
 )
 def test_optimizers_that_may_differ_are_left_to_torch(optimizer):
-    assert not supports_fused_update(optimizer(nn.Parameter(torch.zeros(3))))
+    assert fused_update_dtypes(optimizer(nn.Parameter(torch.zeros(3)))) is None
 
 
 def weights_and_rule(rule="adamw"):
@@ -92,14 +98,14 @@ def test_gradients_that_stay_on_their_rank_are_applied_as_torch_applies_them():
     one, other = RULES["adamw"]([reference]), RULES["adamw"]([fused])
     reference.grad, fused.grad = torch.arange(3.0).double(), torch.arange(3.0).double()
     one.step()
-    fused_update(other, {})
+    take_fused_step(other)
     assert torch.allclose(fused, reference, rtol=1e-13)
 
 
 def test_a_weight_without_a_gradient_stays_and_has_no_state():
     weights, rule = weights_and_rule()
     weights[0].grad = torch.ones_like(weights[0])
-    fused_update(rule, {})
+    take_fused_step(rule)
     assert weights[1].equal(torch.ones_like(weights[1]))
     assert weights[1] not in rule.state
 
@@ -111,11 +117,11 @@ def test_a_wrong_learning_rate_is_refused_and_changes_nothing(rule, lr):
     optimizer = RULES[rule]([{"params": weights[:1]}, {"params": weights[1:]}])
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    fused_update(optimizer, {})
+    take_fused_step(optimizer)
     before = copy.deepcopy((weights, optimizer.state_dict()["state"]))
     optimizer.param_groups[1]["lr"] = lr
     with pytest.raises(PlanError, match="option lr is"):
-        fused_update(optimizer, {})
+        take_fused_step(optimizer)
     assert str((weights, optimizer.state_dict()["state"])) == str(before)
 
 
@@ -124,7 +130,7 @@ def test_autograd_notices_an_update_of_a_saved_weight():
     x = torch.ones_like(weight).requires_grad_()
     output = (x * weight).sum()
     weight.grad = torch.ones_like(weight)
-    fused_update(RULES["sgd"]([weight]), {})
+    take_fused_step(RULES["sgd"]([weight]))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward()
 
@@ -139,7 +145,7 @@ def test_the_number_of_threads_changes_no_bit(rule):
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=draw)
-            fused_update(optimizer, {})
+            take_fused_step(optimizer)
         return weights
 
     num_threads = torch.get_num_threads()
@@ -162,7 +168,7 @@ def test_tensors_with_different_histories_are_stepped_as_torch_steps_them():
                     reference.grad = torch.randn(5, generator=draw, dtype=weight.dtype)
                     weight.grad = reference.grad.clone()
             one.step()
-            fused_update(other, {})
+            take_fused_step(other)
         for reference, weight in zip(references, weights, strict=True):
             assert torch.allclose(weight, reference, rtol=1e-13 if weight.dtype == torch.float64 else 2e-6)
 

@@ -99,7 +99,7 @@ def test_where_gradients_are_is_kept_until_they_change():
     assert has_begun is None
     assert check.collected is not None
     assert [*check.collected.params] == ["weight"]
-    assert not check.collected.are_of(module.parameters())
+    assert not check.collected.are_of([*module.parameters()])
 
 
 def test_rows_that_are_added_up_have_the_share_of_their_sum():

@@ -49,17 +49,19 @@ def are_contiguous(tensors: Sequence[Tensor]) -> bool:
     return {*map(LAYOUT_OF, tensors)} <= {torch.strided} and all(map(Tensor.is_contiguous, tensors))
 
 
-def supports_fused_update(optimizer: optim.Optimizer) -> bool:
-    """Return whether a step of this optimizer, with its current options, can be fused."""
+def fused_update_dtypes(optimizer: optim.Optimizer) -> list[set[torch.dtype]] | None:
+    """Return the dtypes of each group's tensors; None if a step with these options is left to the optimizer itself."""
     if native().library is None or type(optimizer) not in FUSED_OPTIMIZERS:
-        return False
-    return all(
+        return None
+    dtypes = [{*map(DTYPE_OF, group["params"])} for group in optimizer.param_groups]
+    supports_all = all(
         not group.get("differentiable")
         and not group.get("capturable")
-        and {*map(DTYPE_OF, group["params"])} <= {torch.float32, torch.float64}
+        and of_group <= {torch.float32, torch.float64}
         and all(map(IS_CPU, group["params"]))
-        for group in optimizer.param_groups
+        for group, of_group in zip(optimizer.param_groups, dtypes, strict=True)
     )
+    return dtypes if supports_all else None
 
 
 def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) -> bool:
@@ -68,12 +70,16 @@ def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) 
 
 
 def fused_update(
-    optimizer: optim.Optimizer, sources: Mapping[int, GradSource], collected: CollectedGrads | None = None
+    optimizer: optim.Optimizer,
+    dtypes: Sequence[set[torch.dtype]],
+    sources: Mapping[int, GradSource],
+    collected: CollectedGrads | None = None,
 ) -> None:
-    """Step all tensors of an optimizer that have a gradient; :func:`supports_fused_update` must be true.
+    """Step all tensors of an optimizer that have a gradient.
 
     Args:
         optimizer: has the state, as after its own step.
+        dtypes: what :func:`fused_update_dtypes` returned for it.
         sources: the gradient of each tensor, by ``id``; that of other tensors is their own, ``tensor.grad``.
         collected: gradients of tensors, if where they are is known.
 
@@ -83,7 +89,7 @@ def fused_update(
     fused = FUSED_OPTIMIZERS[type(optimizer)]
     for options in optimizer.param_groups:
         native_fields(fused, options, 1.0)  # raises before any state is changed
-    for options in optimizer.param_groups:
+    for options, dtypes_of_group in zip(optimizer.param_groups, dtypes, strict=True):
         as_rows = supports_row_updates(optimizer, options)
         ranges = (
             {id(tensor): sources[id(tensor)](as_rows=as_rows) for tensor in options["params"] if id(tensor) in sources}
@@ -99,7 +105,7 @@ def fused_update(
         if not tensors:
             continue
         histories = fused.prepare_states(optimizer.state, options, tensors)
-        for dtype, history, batch in group_tensors(tensors, histories):
+        for dtype, history, batch in group_tensors(tensors, dtypes_of_group, histories):
             is_first, step_number = history
             step = OptimizerStep(
                 kind=fused.kind,
@@ -119,12 +125,17 @@ def fused_update(
 
 
 def group_tensors(
-    tensors: list[Tensor], histories: Sequence[tuple[bool, float]]
+    tensors: list[Tensor], dtypes: set[torch.dtype], histories: Sequence[tuple[bool, float]]
 ) -> Iterator[tuple[torch.dtype, tuple[bool, float], list[Tensor]]]:
-    """Yield the tensors that one call can step: those of one dtype with the same history; usually all of them."""
-    dtypes = {*map(DTYPE_OF, tensors)}
+    """Yield the tensors that one call can step: those of one dtype with the same history; usually all of them.
+
+    Args:
+        tensors: to step.
+        dtypes: that they may have.
+        histories: of each tensor whether its momentum buffer is uninitialized, and the number of its step.
+    """
     if len(dtypes) == 1 and len({*histories}) == 1:
-        yield dtypes.pop(), histories[0], tensors
+        yield next(iter(dtypes)), histories[0], tensors
         return
     keys = list(zip(map(DTYPE_OF, tensors), histories, strict=True))
     for key in dict.fromkeys(keys):
@@ -205,7 +216,7 @@ def update_tensors(
         counts: the numbers of elements of the tensors, if they are at hand.
     """
     library = native().library
-    assert library is not None, "supports_fused_update has checked it"
+    assert library is not None, "fused_update_dtypes has checked it"
     step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
     step.counts = make_counts(map(Tensor.numel, weights)) if counts is None else counts
     step.num_parts = make_counts(num_parts)

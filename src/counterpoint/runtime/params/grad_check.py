@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import numpy as np
@@ -145,9 +145,9 @@ class CollectedGrads(NamedTuple):
     addresses: Addresses
     counts: Counts
 
-    def are_of(self, params: Iterable[Tensor]) -> bool:
+    def are_of(self, params: Collection[Tensor]) -> bool:
         """Return whether these parameters, in this order, are those with the gradients."""
-        return [*map(id, params)] == [*map(id, self.params.values())]
+        return len(params) == len(self.params) and all(map(is_, params, self.params.values()))
 
     def copy_to(self, into: Tensor, starts: Counts) -> None:
         """Copy the gradients into a contiguous tensor of their dtype, each to where it starts there."""

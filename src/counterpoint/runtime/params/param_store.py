@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -18,12 +18,13 @@ from counterpoint.runtime.params.flat_layout import WHOLE, ParamRange, build_lay
 from counterpoint.runtime.params.flat_params import Allocate, FlatParams, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
     GRAD_OF,
+    LAYOUT_OF,
     GradSource,
     are_contiguous,
     fused_update,
-    supports_fused_update,
+    fused_update_dtypes,
 )
-from counterpoint.runtime.params.grad_check import GradCheck
+from counterpoint.runtime.params.grad_check import CollectedGrads, GradCheck
 from counterpoint.runtime.params.grad_sinks import FlatGradSink, ParamGradSink, find_flat_sinks, find_param_sinks
 from counterpoint.runtime.params.shared_params import (
     SharedGrads,
@@ -71,6 +72,7 @@ class UnitParams:
     ) -> None:
         self.unit, self.role, self.params, self.flat_params = unit, role, params, flat_params
         self.own_params = {} if flat_params else params  # those whose gradient is autograd's own tensor
+        self.is_strided = {*map(LAYOUT_OF, self.own_params.values())} <= {torch.strided}  # torch keeps it
         span = role.update_shard
         self.update_ranges = [
             (storage, *target_range)
@@ -111,15 +113,24 @@ class UnitParams:
         flat = [storage.layout.params_in(start, stop) for storage, _, start, stop in self.update_ranges]
         return flat + [[ParamRange(name, 0, 0, param.numel())] for name, param in self.own_params.items()]
 
-    def is_contiguous(self, known: Set[str]) -> bool:
+    def is_contiguous(self, collected: CollectedGrads | None) -> bool:
         """Return whether weights and gradients are contiguous, in the same order of elements.
 
         Args:
-            known: names of parameters whose gradients are.
+            collected: gradients that are.
         """
-        others = [param for name, param in self.own_params.items() if name not in known]
-        grads = [grad for grad in map(GRAD_OF, others) if grad is not None]
-        return are_contiguous([*self.own_params.values()]) and are_contiguous(grads)
+        if not self.is_strided or not all(map(Tensor.is_contiguous, self.own_params.values())):
+            return False
+        others = self._own_params_without(collected).values()
+        return are_contiguous([grad for grad in map(GRAD_OF, others) if grad is not None])
+
+    def _own_params_without(self, collected: CollectedGrads | None) -> Mapping[str, nn.Parameter]:
+        """Return the parameters with a gradient of their own that was not collected, if they have one."""
+        if collected is None:
+            return self.own_params
+        if collected.are_of(self.own_params.values()):  # usually
+            return {}
+        return {name: param for name, param in self.own_params.items() if name not in collected.params}
 
     def grads(self) -> list[Tensor]:
         """Return the gradients of :meth:`optimizer_targets`, without parameters that have none."""
@@ -128,14 +139,14 @@ class UnitParams:
         flat = [storage.grads.optimizer_grad(start, stop) for storage, _, start, stop in self.update_ranges]
         return flat + [param.grad for param in self.own_params.values() if param.grad is not None]
 
-    def params_without_grad(self, known: Collection[str]) -> list[str]:
+    def params_without_grad(self, collected: CollectedGrads | None) -> list[str]:
         """Return the parameters without a gradient from autograd in this step.
 
         Args:
-            known: names of parameters that have one.
+            collected: gradients of those that have one.
         """
         flat = [name for storage in self.flat_params for name in storage.grads.params_without_grad()]
-        return flat + [name for name, param in self.own_params.items() if name not in known and param.grad is None]
+        return flat + [name for name, param in self._own_params_without(collected).items() if param.grad is None]
 
     def fill_missing_grads(self) -> None:
         """Set missing gradients to zeros; flat parameters do so themselves."""
@@ -375,8 +386,7 @@ class ParamStore:
     def params_without_grad(self, units: Iterable[Unit]) -> list[str]:
         """Return the parameters of some units without a gradient from autograd in this step."""
         collected = self.grad_check.collected
-        known = () if collected is None else collected.params.keys()
-        return [name for unit in units for name in self.units[unit].params_without_grad(known)]
+        return [name for unit in units for name in self.units[unit].params_without_grad(collected)]
 
     def update(self, units: tuple[Unit, ...], step: int = 0) -> None:
         """Take one optimizer step on some units, and clear their gradients unless they are kept.
@@ -405,8 +415,8 @@ class ParamStore:
     def _try_fused_update(self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
         """Sum gradients and update weights in one pass over memory; return False if that is not possible here."""
         collected = self.grad_check.collected
-        known = {}.keys() if collected is None else collected.params.keys()
-        if not supports_fused_update(optimizer) or not all(self.units[unit].is_contiguous(known) for unit in units):
+        dtypes = fused_update_dtypes(optimizer)
+        if dtypes is None or not all(self.units[unit].is_contiguous(collected) for unit in units):
             return False
         sources = [source for unit in units for source in self.units[unit].grad_sources]
         if any(self.units[unit].skipped for unit in units):
@@ -414,7 +424,7 @@ class ParamStore:
             sources = [None if flag else source for source, flag in zip(sources, is_skipped, strict=True)]
         pairs = zip(tensors, sources, strict=True)
         known_sources = {id(tensor): source for tensor, source in pairs if source is not None}
-        fused_update(optimizer, known_sources, collected)
+        fused_update(optimizer, dtypes, known_sources, collected)
         return True
 
     def _update_with_optimizer(
