@@ -99,8 +99,10 @@ def _embedding_sinks(store: ParamStore) -> Mapping[int, RowGradSink]:
 
     Tables whose gradient other ranks add to are left to autograd, which signals when it is complete.
     """
-    shared = {name for flat_params in store.flat_params() for name in flat_params.params}
-    names = (store.tables.keys() & store.params.keys()) - shared - store.sparse_names
+    names = (store.tables.keys() & store.params.keys()) - store.sparse_names
+    if not names:
+        return {}
+    names -= {name for flat_params in store.flat_params() for name in flat_params.params}
     versions = (
         [store.params]
         if store.weight_versions is None

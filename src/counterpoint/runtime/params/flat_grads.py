@@ -104,6 +104,8 @@ class GradStorage(Protocol):
 
     def params_without_grad(self) -> list[str]:
         """Return the parameters without a gradient from autograd in this step, collected or not."""
+        if len(self.names_with_grad) == len(self.params):
+            return []
         return [name for name, param in self.params.items() if name not in self.names_with_grad and param.grad is None]
 
     def start_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> Work:

