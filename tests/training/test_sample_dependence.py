@@ -85,6 +85,58 @@ class Independent(Layers):
         return self.last(self.first(x).relu())
 
 
+class BackwardOf(torch.autograd.Function):
+    """The identity, whose gradient is given by a function."""
+
+    @staticmethod
+    def forward(ctx, value, change):
+        ctx.change = change
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change(grad), None
+
+
+def scale_by_the_largest(grad):
+    return grad / grad.abs().max()
+
+
+def clip_each(grad):
+    """Clip the gradient of each sample by its own norm."""
+    return grad / grad.norm(dim=1, keepdim=True).clamp(min=0.01)
+
+
+class GradientsScaled(Layers):
+    def forward(self, x):
+        return self.last(BackwardOf.apply(self.first(x), scale_by_the_largest))
+
+
+class GradientsScaledByAHook(Layers):
+    def forward(self, x):
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(scale_by_the_largest)
+        return self.last(hidden)
+
+
+class GradientsScaledByAModule(Layers):
+    def __init__(self):
+        super().__init__()
+        self.last.register_full_backward_hook(lambda _, grads, __: tuple(map(scale_by_the_largest, grads)))
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+class GradientsClippedEach(Layers):
+    def forward(self, x):
+        hidden = BackwardOf.apply(self.first(x), clip_each)
+        if hidden.requires_grad:
+            hidden.register_hook(clip_each)
+        return self.last(hidden)
+
+
 class Masked(Layers):
     """Takes a mask of positions by positions, which has no samples."""
 
@@ -125,10 +177,37 @@ def test_outputs_that_depend_on_other_samples_are_refused(kind, strategy, num_mi
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 3, 6])
-@pytest.mark.parametrize("kind", [Independent, OtherInTraining])
+@pytest.mark.parametrize("kind", [Independent, OtherInTraining, GradientsClippedEach])
 def test_independent_samples_are_not_refused(kind, num_microbatches):
     expected = train(kind(), features(6, 4), "solo", 1)
     assert train(kind(), features(6, 4), "solo", num_microbatches) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (GradientsScaled, "the autograd function BackwardOf"),
+        (GradientsScaledByAHook, "a hook on a gradient"),
+        (GradientsScaledByAModule, "the autograd function BackwardHookFunction"),
+    ],
+)
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero(2, level=3)", 1)])
+def test_a_gradient_that_is_not_the_sum_of_those_of_samples_is_refused(kind, what, strategy, num_microbatches):
+    with pytest.raises(PlanError, match=f"is not the sum of those of its samples: .* perhaps by a value of all samples in {what};"):
+        train(kind(), features(6, 4), strategy, num_microbatches)
+    assert train(kind(), features(6, 4), "solo", 1) == pytest.approx(
+        train(kind(), features(6, 4), strategy, num_microbatches, cross_sample="accept"), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("strategy", ["data(2)", "zero(2, level=3)"])
+def test_gradients_that_are_changed_for_each_sample_are_those_of_a_loop(strategy):
+    models, inputs = [GradientsClippedEach().double() for _ in range(2)], features(6, 4).double()
+    F.mse_loss(models[0](inputs), targets := torch.ones(6, 2).double()).backward()
+    optim.SGD(models[0].parameters(), lr=0.1).step()
+    train(models[1], inputs, strategy, 1, targets=targets)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "shape"), [(Masked, (6, 6)), (KeysMasked, (6,))])

@@ -1,7 +1,8 @@
-"""Check that neither a model's output for a sample nor its buffers depend on how a batch is divided."""
+"""Check that neither a model's output for a sample nor its buffers and gradients depend on how a batch is divided."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -253,6 +255,169 @@ def find_changed_buffers(model: nn.Module, inputs: Inputs) -> dict[str, bool]:
     except Exception:  # noqa: BLE001 - training raises it again, with its location
         return {}
     return {name: not _are_equal(second.get(name), first.get(name)) for name in changed}
+
+
+def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_microbatches: int) -> None:
+    """Check that the gradient of a batch is the sum of those of its parts, where Python code computes gradients.
+
+    If outputs for samples are independent of each other, then torch's own operations have such gradients. A custom
+    autograd ``Function``, or a hook on the gradient of an activation, may do something else: divide by the norm over
+    all samples, or scale them together before they are rounded, as some products in fp8 do. So if a forward has one of
+    these, it runs in training mode on a microbatch and on both halves, with random numbers replaced by constants, and
+    the gradients of ``sum(output * factors)`` are compared.
+
+    The check is skipped for a model that does not run on half a microbatch, whose gradients differ between two runs, or
+    which has norms without running statistics.
+
+    Args:
+        model: the module; its state is preserved.
+        inputs: those of a microbatch.
+        plan: as text, for the message.
+        num_microbatches: number of microbatches of a batch.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
+        return
+    params = {  # a hook on a parameter may count its calls
+        name: param
+        for name, param in model.named_parameters()
+        if param.requires_grad and not param._backward_hooks  # noqa: SLF001 - there is no other way to see them
+    }
+    detector, found = GradientCodeDetector(), None
+    # training raises it again, with its location
+    with suppress(Exception), _training_without_draws(model), torch.enable_grad(), detector:
+        found = _find_gradient_difference(model, inputs, params, detector)
+    if found is None:
+        return
+    name, error = found
+    raise PlanError(
+        f"the gradient of {name} in {type(model).__name__} is not the sum of those of its samples: for a microbatch it "
+        f"differs from those of its halves by {error:.1e} of its largest value, perhaps by a value of all samples in "
+        f"{' or '.join(detector.names)}; {plan} computes a batch as {num_microbatches} separate microbatches, so its "
+        "gradient would not be that of the whole batch; compute the gradient of each sample from this sample alone, "
+        "give num_microbatches=1 on one rank, or pass cross_sample='accept' if each microbatch is intended to be a "
+        "batch of its own"
+    )
+
+
+COMPUTE_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""Not those with 8 bits, of which only factors of products are rounded."""
+
+
+class GradientCodeDetector(TorchFunctionMode):
+    """Finds what computes gradients in Python while a model runs: custom autograd functions and hooks on gradients.
+
+    Attributes:
+        names: what was found, for errors.
+        eps: the largest relative rounding error of a dtype in which the model computes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.eps = 0.0
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 - any function of torch
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function."""
+        if func is Tensor.register_hook and "a hook on a gradient" not in self.names:
+            self.names.append("a hook on a gradient")
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype in COMPUTE_DTYPES:
+            self.eps = max(self.eps, torch.finfo(result.dtype).eps)
+        return result
+
+    def find_functions(self, outputs: Sequence[Tensor]) -> None:
+        """Find the custom functions that outputs were computed by."""
+        nodes: list[Any] = [output.grad_fn for output in outputs]
+        seen: set[Any] = {None}
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            nodes += [other for other, _ in node.next_functions]
+            if isinstance(node, BackwardCFunction):
+                name = f"the autograd function {type(node).__name__.removesuffix('Backward')}"
+                self.names += [name] if name not in self.names else []
+
+
+def _find_gradient_difference(
+    model: nn.Module, inputs: Inputs, params: Mapping[str, nn.Parameter], detector: GradientCodeDetector
+) -> tuple[str, float] | None:
+    """Return the parameter whose gradient differs most from the sum of those of halves, and by how much; or None."""
+    batch_size = max(num_samples(inputs), 2)
+
+    def differentiate(start: int, stop: int) -> list[Tensor | None]:
+        """Return the gradients for some of the samples."""
+        outputs = _run_model(model, _resize_batch(inputs, start, stop, cuts_lists=True))
+        rows = [one for one in outputs if one.requires_grad and one.shape[:1] == (stop - start,)]
+        detector.find_functions(rows)
+        if not rows or not detector.names:
+            return []
+        factors = [_make_factors(one, start) for one in rows]
+        return list(torch.autograd.grad(rows, [*params.values()], factors, allow_unused=True))
+
+    whole = differentiate(0, batch_size)
+    if not whole:
+        return None
+    again = differentiate(0, batch_size)
+    halves = [differentiate(0, batch_size // 2), differentiate(batch_size // 2, batch_size)]
+    sums = [None if first is None or second is None else first + second for first, second in zip(*halves, strict=True)]
+    errors = _gradient_errors(whole, sums, detector.eps)
+    if max(errors, default=0.0) == 0.0 or max(_gradient_errors(whole, again, detector.eps)) > 0.0:
+        return None
+    return max(zip(params, errors, strict=True), key=lambda pair: pair[1])
+
+
+def _make_factors(output: Tensor, start: int) -> Tensor:
+    """Return what some samples' outputs are multiplied with: other factors for each, larger ones for later samples.
+
+    Args:
+        output: of some samples.
+        start: the first of them.
+    """
+    per_sample = output[:1].numel()
+    index = torch.arange(start * per_sample, (start + len(output)) * per_sample, device=output.device)
+    samples = torch.div(index, max(per_sample, 1), rounding_mode="floor")
+    return (torch.cos(index.double()) * (1 + samples)).reshape(output.shape).to(output.dtype)
+
+
+def _gradient_errors(ones: Sequence[Tensor | None], others: Sequence[Tensor | None], eps: float) -> list[float]:
+    """Return for each gradient how it differs from another one, relative to its largest value; 0 for rounding.
+
+    All are 0 if a number is not finite, which is an error of the step itself.
+
+    Args:
+        ones: gradients; None where there is none.
+        others: in the same order.
+        eps: the relative rounding error of a number.
+    """
+    pairs = [
+        (None, None) if one is None or other is None or one.is_sparse or not one.numel() else (one, other)
+        for one, other in zip(ones, others, strict=True)
+    ]
+    largest = [0.0 if one is None else float(one.abs().max()) for one, _ in pairs]
+    errors = [0.0 if one is None or other is None else float((one - other).abs().max()) for one, other in pairs]
+    if not all(map(math.isfinite, (*largest, *errors))):
+        return [0.0] * len(errors)
+    # a gradient that is zero but for rounding, such as that of a key's bias, has the errors of larger ones
+    rounding = MAX_ROUNDING * eps * max(largest, default=0.0)
+    return [
+        0.0 if error <= eps**0.5 * own + rounding else error / (own or 1.0)
+        for error, own in zip(errors, largest, strict=True)
+    ]
+
+
+MAX_ROUNDING = 256
+"""Rounding errors of a gradient, in those of the largest number among all gradients."""
 
 
 def _buffers_after(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:

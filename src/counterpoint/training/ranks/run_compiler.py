@@ -36,7 +36,11 @@ from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
 from counterpoint.runtime.rng.draw_sites import DrawSites, find_draw_sites, require_keyed, warn_unkeyed
-from counterpoint.runtime.sample_independence import require_independent_buffers, require_sample_independence
+from counterpoint.runtime.sample_independence import (
+    require_additive_gradients,
+    require_independent_buffers,
+    require_sample_independence,
+)
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.batches.in_flight import require_known_to_stages, require_version_memory
 from counterpoint.training.model_checks.embedding_checks import (
@@ -229,6 +233,7 @@ class RunCompiler:
             num_micros = compiled.step_variants[-1].microbatches_per_batch or num_microbatches
             runs_per_rank = min(max_forwards_per_rank(compiled.program), num_micros)
             require_independent_buffers(self.model, as_call_args(inputs), str(plan), num_micros, runs_per_rank)
+            require_additive_gradients(self.model, as_call_args(inputs), str(plan), num_micros)
             if runs_per_rank > 1:
                 state.require_none(self.model, str(plan), f"it {runs_per_rank} times on one rank in a step")
         if plan.num_ranks > 1 or num_microbatches > 1 or isinstance(partition, TracedPartition):
