@@ -125,13 +125,29 @@ def model_device(model: nn.Module) -> torch.device:
     """Return the device of a model's parameters; the CPU for a model without any.
 
     Raises:
-        PlanError: they are on several devices.
+        PlanError: they are on several devices, or on torch's meta device.
 
     Example:
         >>> model_device(nn.Linear(2, 1))
         device(type='cpu')
     """
+    require_param_values(model)
     return require_one_device((*model.named_parameters(), *model.named_buffers()))
+
+
+def require_param_values(model: nn.Module) -> None:
+    """Check that a model's parameters have values.
+
+    Raises:
+        PlanError: the model is on torch's meta device.
+    """
+    params = [*model.parameters()]
+    if params and all(param.is_meta for param in params):
+        raise PlanError(
+            f"the parameters of {type(model).__name__} are on the meta device, where tensors have shapes, but no "
+            "values to train from; build the model on the CPU, or call model.to_empty(device='cpu') and then "
+            "initialize its parameters and buffers, or load them with load_state_dict(...)"
+        )
 
 
 def require_one_device(named_tensors: Iterable[tuple[str, Tensor]]) -> torch.device:
@@ -189,7 +205,13 @@ def move_model(modules: Iterable[nn.Module], optimizers: Iterable[optim.Optimize
     """Move parameters, buffers and the state of optimizers to a device, in place.
 
     Parameters stay the same objects, so that optimizers, and modules that share one, keep it.
+
+    Raises:
+        PlanError: parameters have no values.
     """
+    modules = [*modules]
+    for module in modules:
+        require_param_values(module)
     for part in (part for module in modules for part in module.modules()):
         for param in part.parameters(recurse=False):
             if param.device != device:

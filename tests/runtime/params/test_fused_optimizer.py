@@ -32,9 +32,11 @@ RULES: dict[str, Any] = {
 }
 
 
-def take_fused_step(optimizer):
-    """Step with the tensors' own gradients."""
-    fused_update(optimizer, fused_update_dtypes(optimizer), {})
+def take_fused_step(optimizer, sources=None):
+    """Step with gradients from sources, and else the tensors' own."""
+    dtypes = fused_update_dtypes(optimizer)
+    assert dtypes is not None
+    fused_update(optimizer, dtypes, sources or {})
 
 
 def run_both(rule, dtype, num_parts, num_steps=4):
@@ -49,7 +51,7 @@ def run_both(rule, dtype, num_parts, num_steps=4):
         one.step()
         with torch.no_grad():
             sources = {id(fused): lambda *, as_rows, parts=parts: [GradRange(0, fused.numel(), parts)]}
-            fused_update(other, fused_update_dtypes(other), sources)
+            take_fused_step(other, sources)
     return reference, fused, one, other
 
 

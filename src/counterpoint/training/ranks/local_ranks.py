@@ -18,7 +18,14 @@ from torch.utils._pytree import tree_map_only
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.device.accelerator import Accelerator
-from counterpoint.device.select import CPU, accelerator_for, model_device, require_device, require_transport
+from counterpoint.device.select import (
+    CPU,
+    accelerator_for,
+    model_device,
+    require_device,
+    require_param_values,
+    require_transport,
+)
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.precision import Precision, parse_precision
@@ -975,7 +982,12 @@ class LocalRanks:
 
 
 def find_accelerator(model: nn.Module) -> Accelerator:
-    """Return the accelerator of the model's first parameter; :meth:`LocalRanks.build` checks that it is that of all."""
+    """Return the accelerator of the model's first parameter; :meth:`LocalRanks.build` checks that it is that of all.
+
+    Raises:
+        PlanError: the parameters have no values, or their device is not known.
+    """
+    require_param_values(model)
     return accelerator_for(next((param.device for param in model.parameters()), CPU))
 
 
