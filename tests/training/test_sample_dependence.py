@@ -193,7 +193,9 @@ def test_independent_samples_are_not_refused(kind, num_microbatches):
 )
 @pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero(2, level=3)", 1)])
 def test_a_gradient_that_is_not_the_sum_of_those_of_samples_is_refused(kind, what, strategy, num_microbatches):
-    with pytest.raises(PlanError, match=f"is not the sum of those of its samples: .* perhaps by a value of all samples in {what};"):
+    with pytest.raises(
+        PlanError, match=f"is not the sum of those of its samples: .* perhaps by a value of all samples in {what};"
+    ):
         train(kind(), features(6, 4), strategy, num_microbatches)
     assert train(kind(), features(6, 4), "solo", 1) == pytest.approx(
         train(kind(), features(6, 4), strategy, num_microbatches, cross_sample="accept"), rel=1e-5
@@ -206,6 +208,40 @@ def test_gradients_that_are_changed_for_each_sample_are_those_of_a_loop(strategy
     F.mse_loss(models[0](inputs), targets := torch.ones(6, 2).double()).backward()
     optim.SGD(models[0].parameters(), lr=0.1).step()
     train(models[1], inputs, strategy, 1, targets=targets)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class GradientsClamped(Layers):
+    def forward(self, x):
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad.clamp(-0.03, 0.03))
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (lambda y, t: cp.WeightedMean((y - t).square().sum(), t.sum()), {}),
+        (lambda y, t: {"a": cp.WeightedMean((y - t).square().sum(), t.sum())}, {}),
+        (lambda y, t: (y - t).square().sum(), {"loss_reduction": "sum"}),
+    ],
+    ids=["weighted", "a dict", "sum"],
+)
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1)])
+def test_clamped_gradients_of_a_loss_with_a_later_factor_are_refused(loss, options, strategy, num_microbatches):
+    """They would be clamped as parts of another sum than that of a loop."""
+    with pytest.raises(DataError, match="not proportional to those of its outputs, because of a hook on a gradient"):
+        train(GradientsClamped(), features(6, 4), strategy, num_microbatches, loss=loss, **options)
+    train(GradientsClamped(), features(6, 4), "solo", 1, loss=loss, **options)
+
+
+def test_clamped_gradients_of_means_are_those_of_a_loop():
+    models, inputs = [GradientsClamped().double() for _ in range(2)], features(6, 4).double()
+    F.mse_loss(models[0](inputs), targets := torch.ones(6, 2).double()).backward()
+    optim.SGD(models[0].parameters(), lr=0.1).step()
+    train(models[1], inputs, "data(2)", 3, targets=targets)
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 

@@ -97,6 +97,7 @@ class RunSpec:
         read_dtypes: of parameters whose weights are freed after use, and which the model reads in a narrower dtype.
         rounds_stochastically: whether updated weights in bf16 are rounded so.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
+        scaling_code: code of the model whose gradients are not proportional to those of its outputs; empty for none.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -118,6 +119,7 @@ class RunSpec:
     read_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     rounds_stochastically: bool = False
     reduce_dtype: torch.dtype | None = None
+    scaling_code: str = ""
 
     @property
     def program(self) -> Program:
@@ -401,6 +403,7 @@ def bind_segments(
         gathers_outputs=any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions),
         autocast=run_spec.autocast,
         read_dtypes=partition.read_dtypes(training=training),
+        scaling_code=run_spec.scaling_code if training else "",
     )
 
 

@@ -257,7 +257,7 @@ def find_changed_buffers(model: nn.Module, inputs: Inputs) -> dict[str, bool]:
     return {name: not _are_equal(second.get(name), first.get(name)) for name in changed}
 
 
-def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_microbatches: int) -> None:
+def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_microbatches: int) -> str:
     """Check that the gradient of a batch is the sum of those of its parts, where Python code computes gradients.
 
     If outputs for samples are independent of each other, then torch's own operations have such gradients. A custom
@@ -275,22 +275,26 @@ def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_
         plan: as text, for the message.
         num_microbatches: number of microbatches of a batch.
 
+    Returns:
+        The code whose gradients are not twice as large if those of outputs are, as of a hook that clamps each element;
+        empty if there is none. With it, backward has to start from the factor that a plain loop has.
+
     Raises:
         PlanError: it is not.
     """
     if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
-        return
+        return ""
     params = {  # a hook on a parameter may count its calls
         name: param
         for name, param in model.named_parameters()
         if param.requires_grad and not param._backward_hooks  # noqa: SLF001 - there is no other way to see them
     }
-    detector, found = GradientCodeDetector(), None
+    detector, found, is_proportional = GradientCodeDetector(), None, True
     # training raises it again, with its location
     with suppress(Exception), _training_without_draws(model), torch.enable_grad(), detector:
-        found = _find_gradient_difference(model, inputs, params, detector)
+        found, is_proportional = _compare_gradients(model, inputs, params, detector)
     if found is None:
-        return
+        return "" if is_proportional else " or ".join(detector.names)
     name, error = found
     raise PlanError(
         f"the gradient of {name} in {type(model).__name__} is not the sum of those of its samples: for a microbatch it "
@@ -349,32 +353,40 @@ class GradientCodeDetector(TorchFunctionMode):
                 self.names += [name] if name not in self.names else []
 
 
-def _find_gradient_difference(
+def _compare_gradients(
     model: nn.Module, inputs: Inputs, params: Mapping[str, nn.Parameter], detector: GradientCodeDetector
-) -> tuple[str, float] | None:
-    """Return the parameter whose gradient differs most from the sum of those of halves, and by how much; or None."""
+) -> tuple[tuple[str, float] | None, bool]:
+    """Compare the gradients for all samples with those for halves, and with those of outputs multiplied by 2.
+
+    Returns:
+        The parameter whose gradient differs most from the sum of those of halves, and by how much, None if there is
+        none; and whether gradients are proportional to those of outputs.
+    """
     batch_size = max(num_samples(inputs), 2)
 
-    def differentiate(start: int, stop: int) -> list[Tensor | None]:
+    def differentiate(start: int, stop: int, scale: float = 1.0) -> list[Tensor | None]:
         """Return the gradients for some of the samples."""
         outputs = _run_model(model, _resize_batch(inputs, start, stop, cuts_lists=True))
         rows = [one for one in outputs if one.requires_grad and one.shape[:1] == (stop - start,)]
         detector.find_functions(rows)
         if not rows or not detector.names:
             return []
-        factors = [_make_factors(one, start) for one in rows]
+        factors = [_make_factors(one, start) * scale for one in rows]
         return list(torch.autograd.grad(rows, [*params.values()], factors, allow_unused=True))
 
     whole = differentiate(0, batch_size)
     if not whole:
-        return None
+        return None, True
     again = differentiate(0, batch_size)
+    if any(_gradient_errors(whole, again, detector.eps)):
+        return None, True
+    doubled = [None if one is None else one / 2 for one in differentiate(0, batch_size, 2.0)]
+    is_proportional = not any(_gradient_errors(whole, doubled, detector.eps))
     halves = [differentiate(0, batch_size // 2), differentiate(batch_size // 2, batch_size)]
     sums = [None if first is None or second is None else first + second for first, second in zip(*halves, strict=True)]
     errors = _gradient_errors(whole, sums, detector.eps)
-    if max(errors, default=0.0) == 0.0 or max(_gradient_errors(whole, again, detector.eps)) > 0.0:
-        return None
-    return max(zip(params, errors, strict=True), key=lambda pair: pair[1])
+    largest = max(zip(params, errors, strict=True), key=lambda pair: pair[1])
+    return largest if largest[1] else None, is_proportional
 
 
 def _make_factors(output: Tensor, start: int) -> Tensor:

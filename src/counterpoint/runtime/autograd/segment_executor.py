@@ -24,6 +24,7 @@ from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.pending_scalars import PendingScalars
+from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import add_location
 from counterpoint.partitioning.input_shapes import InputShapes
 from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_call_args
@@ -73,6 +74,7 @@ class BoundModel:
         loss_params: evaluates a loss with parameters; None for one without.
         autocast: torch's dtype of the plan's own autocast; None for that of the caller.
         read_dtypes: of the parameters that all segments read in a narrower dtype.
+        scaling_code: code of the model whose gradients are not proportional to those of its outputs; empty for none.
     """
 
     segments: Mapping[tuple[int, int], Segment]
@@ -91,6 +93,7 @@ class BoundModel:
     loss_params: LossParameters | None = None
     autocast: torch.dtype | None = None
     read_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    scaling_code: str = ""
 
 
 class StoredValue(NamedTuple):
@@ -110,6 +113,22 @@ def values_freed_by_backward(segments: Mapping[tuple[int, int], Segment]) -> dic
 
 
 OptionalGrads = list["Tensor | None"]
+
+
+def explain_other_scale(code: str, what: str) -> str:
+    """Return the text of an error about gradients of a model that are not proportional to those of its outputs.
+
+    Args:
+        code: computes them.
+        what: the samples.
+    """
+    return (
+        f"gradients of the model are not proportional to those of its outputs, because of {code}, such as a clamp, but "
+        f"backward starts from a multiple of the loss of {what}: what a mean over tokens or weights, or a sum, is "
+        "multiplied with in the whole batch is known after its last microbatch; clip the gradients of parameters "
+        "instead (clip_norm=..., clip_value=...), return a mean over the samples, give num_microbatches=1 on one rank, "
+        "or pass cross_sample='accept' if each microbatch is intended to be a batch of its own"
+    )
 
 
 class SegmentExecutor:
@@ -568,6 +587,8 @@ class SegmentExecutor:
                     self.loss_check.check_state(loss_function, step, LossSamples(output, targets, size, what))
                 elif not is_whole and self.loss_check.is_due(step, targets, size, loss_weight):
                     self.loss_check.check(loss_function, step, output, targets, loss.detach(), size, what)
+        if model.scaling_code and not is_whole and (model.loss_is_sum or loss_weight is not None):
+            raise DataError(explain_other_scale(model.scaling_code, what))
         if model.loss_is_sum:
             loss = loss / size
         self.record_loss(micro, loss.detach(), loss_weight, parts)

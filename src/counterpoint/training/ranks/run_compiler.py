@@ -133,7 +133,7 @@ class RunCompiler:
         full_plan = with_partition(with_loss_pass(plan, options), spec, options.profile)
         compiled = compile(full_plan, spec, samples_per_micro=microbatch_size)
         num_microbatches = len(compiled.program.micros)
-        self.require_parts(plan, partition, compiled, inputs, state)
+        scaling_code = self.require_parts(plan, partition, compiled, inputs, state)
         require_version_memory(compiled, fabric.hosts, fabric.rank)
         keeps_grads = applies_one_gradient(plan, compiled)
         self.check_updates(plan, compiled, applies_one_gradient=keeps_grads)
@@ -162,6 +162,7 @@ class RunCompiler:
             read_dtypes=find_freed_reads(compiled.program, compiled.model, partition.read_dtypes(training=True)),
             rounds_stochastically=self.rounds_stochastically(plan, applies_one_gradient=keeps_grads),
             reduce_dtype=self.find_reduce_dtype(compiled),
+            scaling_code=scaling_code,
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 
@@ -221,23 +222,28 @@ class RunCompiler:
         compiled: CompiledPlan,
         inputs: Any,  # noqa: ANN401 - as above
         state: ForwardState,
-    ) -> None:
-        """Check that buffers, attributes and lookups are those of a plain loop, if forwards see parts of a batch.
+    ) -> str:
+        """Check that buffers, attributes, gradients and lookups are those of a loop, if forwards see parts of a batch.
+
+        Returns:
+            The code whose gradients are not proportional to those of outputs; see :func:`require_additive_gradients`.
 
         Raises:
-            PlanError: a table limits the norm of its rows, or an attribute depends on the division.
+            PlanError: gradients are not the sums of those of samples, a table limits the norm of its rows, or an
+                attribute depends on the division.
             DataError: a buffer depends on the division.
         """
-        num_microbatches = len(compiled.program.micros)
+        num_microbatches, scaling_code = len(compiled.program.micros), ""
         if self.may_cut_batches():
             num_micros = compiled.step_variants[-1].microbatches_per_batch or num_microbatches
             runs_per_rank = min(max_forwards_per_rank(compiled.program), num_micros)
             require_independent_buffers(self.model, as_call_args(inputs), str(plan), num_micros, runs_per_rank)
-            require_additive_gradients(self.model, as_call_args(inputs), str(plan), num_micros)
+            scaling_code = require_additive_gradients(self.model, as_call_args(inputs), str(plan), num_micros)
             if runs_per_rank > 1:
                 state.require_none(self.model, str(plan), f"it {runs_per_rank} times on one rank in a step")
         if plan.num_ranks > 1 or num_microbatches > 1 or isinstance(partition, TracedPartition):
             require_no_max_norm(self.model, plan)
+        return scaling_code
 
     def rounds_stochastically(self, plan: Plan, *, applies_one_gradient: bool) -> bool:
         """Return whether updated weights are rounded stochastically.
