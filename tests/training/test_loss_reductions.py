@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.errors import DataError
@@ -324,7 +324,8 @@ def test_a_loss_that_draws_or_counts_is_not_compared_with_its_halves():
 
     losses, _ = train(noisy, "solo", 2)
     assert len(losses) == 3
-    assert len(calls) == 2 * 3 + 3 * 4  # again in steps 0, 1 and 2: twice to find a state, twice to see what it draws
+    # again in steps 0, 1 and 2: twice to find a state, twice to see what it draws; and once to see its gradients
+    assert len(calls) == 2 * 3 + 3 * 4 + 1
 
 
 def test_one_training_step_late_takes_the_weights_of_its_own_step():
@@ -385,3 +386,62 @@ def test_a_loss_in_float32_of_outputs_in_float64_adds_up_as_float32_does():
 
     losses, _ = train(loss, "solo", 2)
     assert len(losses) == 3
+
+
+class SquaredError(torch.autograd.Function):
+    """Its gradient is multiplied by the one that backward is given, or not."""
+
+    @staticmethod
+    def forward(ctx, output, targets, is_scaled):
+        ctx.save_for_backward(output - targets)
+        ctx.is_scaled = is_scaled
+        return (output - targets).square().mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (difference,) = ctx.saved_tensors
+        return 2 * difference / difference.numel() * (grad if ctx.is_scaled else 1.0), None, None
+
+
+def clamped_mse(output, targets):
+    output = output.view_as(output)
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    return F.mse_loss(output, targets)
+
+
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("pipeline(2)", 2)])
+@pytest.mark.parametrize(
+    ("loss", "code"),
+    [
+        (lambda output, targets: SquaredError.apply(output, targets, False), "the autograd function SquaredError"),
+        (clamped_mse, "a hook on a gradient"),
+    ],
+    ids=["ignores its argument", "clamps"],
+)
+def test_a_loss_whose_gradient_does_not_follow_its_factor_is_refused(loss, code, strategy, num_microbatches):
+    with pytest.raises(
+        DataError, match=f"not twice as large if backward starts from 2 instead of 1, because of {code}"
+    ):
+        step_once(loss, strategy, num_microbatches)
+    assert step_once(loss, "solo", 1) == step_once(loss, "solo", 1)
+
+
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("pipeline(2)", 2)])
+def test_a_loss_of_an_autograd_function_is_that_of_a_loop(strategy, num_microbatches):
+    one, other = (
+        step_once(loss, strategy, num_microbatches)
+        for loss in (lambda output, targets: SquaredError.apply(output, targets, True), F.mse_loss)
+    )
+    assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
+
+
+def step_once(loss, strategy, num_microbatches):
+    """Return the weights after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    inputs, targets = torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, loss, strategy=strategy, num_microbatches=num_microbatches) as step:
+        step(inputs, targets)
+    return [value for param in model.parameters() for value in param.flatten().tolist()]

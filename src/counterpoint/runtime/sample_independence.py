@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -18,6 +16,7 @@ from counterpoint.errors import PlanError
 from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.pytree import has_plain_entries
+from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.rng.draw_sites import DrawRecorder, UnkeyedDrawDetector
 from counterpoint.runtime.rng.random_functions import random_functions
@@ -306,53 +305,6 @@ def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_
     )
 
 
-COMPUTE_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""Not those with 8 bits, of which only factors of products are rounded."""
-
-
-class GradientCodeDetector(TorchFunctionMode):
-    """Finds what computes gradients in Python while a model runs: custom autograd functions and hooks on gradients.
-
-    Attributes:
-        names: what was found, for errors.
-        eps: the largest relative rounding error of a dtype in which the model computes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.eps = 0.0
-
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401 - any function of torch
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function."""
-        if func is Tensor.register_hook and "a hook on a gradient" not in self.names:
-            self.names.append("a hook on a gradient")
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dtype in COMPUTE_DTYPES:
-            self.eps = max(self.eps, torch.finfo(result.dtype).eps)
-        return result
-
-    def find_functions(self, outputs: Sequence[Tensor]) -> None:
-        """Find the custom functions that outputs were computed by."""
-        nodes: list[Any] = [output.grad_fn for output in outputs]
-        seen: set[Any] = {None}
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            nodes += [other for other, _ in node.next_functions]
-            if isinstance(node, BackwardCFunction):
-                name = f"the autograd function {type(node).__name__.removesuffix('Backward')}"
-                self.names += [name] if name not in self.names else []
-
-
 def _compare_gradients(
     model: nn.Module, inputs: Inputs, params: Mapping[str, nn.Parameter], detector: GradientCodeDetector
 ) -> tuple[tuple[str, float] | None, bool]:
@@ -378,13 +330,13 @@ def _compare_gradients(
     if not whole:
         return None, True
     again = differentiate(0, batch_size)
-    if any(_gradient_errors(whole, again, detector.eps)):
+    if any(gradient_errors(whole, again, detector.eps)):
         return None, True
     doubled = [None if one is None else one / 2 for one in differentiate(0, batch_size, 2.0)]
-    is_proportional = not any(_gradient_errors(whole, doubled, detector.eps))
+    is_proportional = not any(gradient_errors(whole, doubled, detector.eps))
     halves = [differentiate(0, batch_size // 2), differentiate(batch_size // 2, batch_size)]
     sums = [None if first is None or second is None else first + second for first, second in zip(*halves, strict=True)]
-    errors = _gradient_errors(whole, sums, detector.eps)
+    errors = gradient_errors(whole, sums, detector.eps)
     largest = max(zip(params, errors, strict=True), key=lambda pair: pair[1])
     return largest if largest[1] else None, is_proportional
 
@@ -400,36 +352,6 @@ def _make_factors(output: Tensor, start: int) -> Tensor:
     index = torch.arange(start * per_sample, (start + len(output)) * per_sample, device=output.device)
     samples = torch.div(index, max(per_sample, 1), rounding_mode="floor")
     return (torch.cos(index.double()) * (1 + samples)).reshape(output.shape).to(output.dtype)
-
-
-def _gradient_errors(ones: Sequence[Tensor | None], others: Sequence[Tensor | None], eps: float) -> list[float]:
-    """Return for each gradient how it differs from another one, relative to its largest value; 0 for rounding.
-
-    All are 0 if a number is not finite, which is an error of the step itself.
-
-    Args:
-        ones: gradients; None where there is none.
-        others: in the same order.
-        eps: the relative rounding error of a number.
-    """
-    pairs = [
-        (None, None) if one is None or other is None or one.is_sparse or not one.numel() else (one, other)
-        for one, other in zip(ones, others, strict=True)
-    ]
-    largest = [0.0 if one is None else float(one.abs().max()) for one, _ in pairs]
-    errors = [0.0 if one is None or other is None else float((one - other).abs().max()) for one, other in pairs]
-    if not all(map(math.isfinite, (*largest, *errors))):
-        return [0.0] * len(errors)
-    # a gradient that is zero but for rounding, such as that of a key's bias, has the errors of larger ones
-    rounding = MAX_ROUNDING * eps * max(largest, default=0.0)
-    return [
-        0.0 if error <= eps**0.5 * own + rounding else error / (own or 1.0)
-        for error, own in zip(errors, largest, strict=True)
-    ]
-
-
-MAX_ROUNDING = 256
-"""Rounding errors of a gradient, in those of the largest number among all gradients."""
 
 
 def _buffers_after(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, We
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.compiled_draws import CompiledMode, write_draws
+from counterpoint.runtime.gradient_code import explain_other_scale
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
 from counterpoint.runtime.loss.batch_loss import (
@@ -113,22 +114,6 @@ def values_freed_by_backward(segments: Mapping[tuple[int, int], Segment]) -> dic
 
 
 OptionalGrads = list["Tensor | None"]
-
-
-def explain_other_scale(code: str, what: str) -> str:
-    """Return the text of an error about gradients of a model that are not proportional to those of its outputs.
-
-    Args:
-        code: computes them.
-        what: the samples.
-    """
-    return (
-        f"gradients of the model are not proportional to those of its outputs, because of {code}, such as a clamp, but "
-        f"backward starts from a multiple of the loss of {what}: what a mean over tokens or weights, or a sum, is "
-        "multiplied with in the whole batch is known after its last microbatch; clip the gradients of parameters "
-        "instead (clip_norm=..., clip_value=...), return a mean over the samples, give num_microbatches=1 on one rank, "
-        "or pass cross_sample='accept' if each microbatch is intended to be a batch of its own"
-    )
 
 
 class SegmentExecutor:

@@ -17,7 +17,7 @@ computes is :mod:`counterpoint.training.model_checks.model_loss_check`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import DataError
+from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, TorchFunction
 from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_mean_loss
 from counterpoint.runtime.loss.loss_state import LossState, find_running_state
@@ -202,6 +203,7 @@ class LossCheck:
         self.next_state_step = 0  # likewise, for the state
         self.single: LossSamples | None = None  # a microbatch of one sample
         self.new_values = NewValues()
+        self.has_checked_gradients = False
 
     def is_due(self, step: int, targets: Any, num_samples: int, weight: Tensor | float | None) -> bool:  # noqa: ANN401
         """Return whether it is time to check the loss of a microbatch.
@@ -252,6 +254,8 @@ class LossCheck:
                 total, changed = self._require_no_state(state, loss_function, step, samples, is_divided=True)
                 with state.restored(changed):
                     self._check_parts(loss_function, step, samples, float(value), total)
+                with state.restored(changed), torch.enable_grad():
+                    self._require_proportional_gradients(loss_function, samples)
 
         _run_without_gradients(check)
 
@@ -419,6 +423,48 @@ class LossCheck:
         if self.single is None and step >= self.next_step:
             self.next_step, self.last_step = max(1, 2 * step), step
 
+    def _require_proportional_gradients(self, loss_function: LossFunction, samples: LossSamples) -> None:
+        """Check, once, that gradients are twice as large if backward starts from 2, where Python code computes them.
+
+        An autograd function whose ``backward`` ignores its argument is right in a loop, where that is 1.
+
+        Args:
+            loss_function: the user's, with the parameters of this step.
+            samples: from which it is computed.
+
+        Raises:
+            DataError: they are not.
+        """
+        if self.has_checked_gradients:
+            return
+        self.has_checked_gradients = True
+        output = tree_map(_as_leaf, samples.output)
+        leaves = [leaf for leaf in tensor_leaves(output) if leaf.requires_grad]
+        detector = GradientCodeDetector()
+        with detector:
+            loss = compute_mean_loss(
+                loss_function, output, samples.targets, samples.what, is_whole=True, is_sum=self.is_sum
+            ).mean
+        detector.find_functions([loss])
+        if not detector.names or not loss.requires_grad or not leaves:
+            return
+
+        def differentiate(start: float) -> list[Tensor | None]:
+            """Return the gradients if backward starts from a number, divided by it."""
+            factor = torch.full_like(loss, start)
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, leaves, factor, retain_graph=True, allow_unused=True
+            )
+            return [None if grad is None else grad / start for grad in grads]
+
+        if any(gradient_errors(differentiate(1.0), differentiate(2.0), detector.eps)):
+            raise DataError(
+                f"the gradients of the loss of {samples.what} are not twice as large if backward starts from 2 instead "
+                f"of 1, because of {' or '.join(detector.names)}, but a plan multiplies the loss of a part with its "
+                "share of the batch; let backward(ctx, grad_output) multiply what it returns with grad_output, and "
+                "hooks not clamp or normalize, or train with one microbatch on one rank"
+            )
+
     def _losses_of_parts(
         self, loss_function: LossFunction, samples: LossSamples, total: LossValue
     ) -> Iterator[list[LossOfParts]]:
@@ -519,6 +565,13 @@ def _run_without_gradients(check: Callable[[], None]) -> None:
 def _sample_shapes(samples: LossSamples) -> list[torch.Size]:
     """Return the shape of a sample of each tensor."""
     return [leaf.shape[1:] for leaf in tree_leaves(samples[:2]) if isinstance(leaf, Tensor)]
+
+
+def _as_leaf(leaf: object) -> object:
+    """Return a tensor without its graph, of which gradients can be computed if it can have some."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
 
 
 def _halve(leaf: object) -> object:
