@@ -6,7 +6,7 @@ import sys
 import pytest
 from torch import nn, optim
 
-from counterpoint.runtime.optimizer_spec import DISABLE_CACHE_ATTRIBUTE, OPTIMIZER_METHODS, without_dynamo_import
+from counterpoint.runtime.rebuilt_optimizer import DISABLE_CACHE_ATTRIBUTE, OPTIMIZER_METHODS, without_dynamo_import
 
 TRAINING = """
 import sys, torch

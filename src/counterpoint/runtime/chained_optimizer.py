@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, optim
 
 from counterpoint.errors import PlanError
-from counterpoint.runtime.optimizer_spec import PART, argument_names
+from counterpoint.runtime.optimizer_spec import PART
+from counterpoint.runtime.rebuilt_optimizer import rebuild_optimizer
 
 
 class ChainedOptimizer(optim.Optimizer):
@@ -30,18 +31,18 @@ class ChainedOptimizer(optim.Optimizer):
     def __init__(self, params: list[dict[str, Any]], optimizers: Sequence[optim.Optimizer]) -> None:
         super().__init__(params, {})
         self.optimizers = tuple(optimizers)
-        self._parts = [
+        self.parts = [
             part
             for index, template in enumerate(optimizers)
             if (part := like_optimizer(template, self._groups_of(index))) is not None
         ]
-        for part in self._parts:
+        for part in self.parts:
             self.state.update(part.state)
         self._link_parts()
 
     def unlink_parts(self) -> None:
         """Give each part the state of its own parameters, so that it may be used alone."""
-        for part in self._parts:
+        for part in self.parts:
             own = {param for group in part.param_groups for param in group["params"]}
             part.state = defaultdict(dict, {param: state for param, state in self.state.items() if param in own})
 
@@ -50,7 +51,7 @@ class ChainedOptimizer(optim.Optimizer):
 
     def _link_parts(self) -> None:
         """Let all parts have the groups and the state of this optimizer."""
-        for part in self._parts:
+        for part in self.parts:
             part.param_groups = self._groups_of(part.param_groups[0][PART])
             part.state = self.state
 
@@ -61,17 +62,17 @@ class ChainedOptimizer(optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would be evaluated several times
         """Step with every part."""
-        for part in self._parts:
+        for part in self.parts:
             part.step()
 
     @property
     def _opt_called(self) -> bool:
         """Whether there was a step: what schedulers of torch ask."""
-        return any(getattr(part, "_opt_called", False) for part in self._parts)
+        return any(getattr(part, "_opt_called", False) for part in self.parts)
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part._opt_called = value  # type: ignore[attr-defined]  # noqa: SLF001 - of torch's wrapper
 
 
@@ -81,9 +82,7 @@ def like_optimizer(template: optim.Optimizer, groups: list[dict[str, Any]]) -> o
         return None
     if all(group is own for group, own in zip(groups, template.param_groups, strict=False)):
         return template
-    known = {**vars(template), **template.defaults}
-    names = argument_names(type(template), template.defaults)
-    return type(template)(groups, **{name: known[name] for name in names if name in known})
+    return rebuild_optimizer(template, groups)
 
 
 def chain_optimizers(given: Sequence[object]) -> ChainedOptimizer:

@@ -12,11 +12,9 @@ and that of the ranks comes back when its ``state`` is used or its ``state_dict(
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -28,40 +26,13 @@ from torch.utils.hooks import RemovableHandle
 from counterpoint.errors import DataError, PlanError, first_line
 from counterpoint.optim.low_bit_adam import Adam8bit, AdamBf16, AdamW8bit, AdamWBf16, BlockwiseAdam
 from counterpoint.runtime.optimizer_state_view import StateOfRanks
+from counterpoint.runtime.rebuilt_optimizer import rebuild_optimizer, require_own_step, without_dynamo_import
+from counterpoint.runtime.step_effects import StepEffects, find_step_effects
 from counterpoint.world.topology import format_count
 
 REQUIRES_GRAD_OF = attrgetter("requires_grad")
-DYNAMO = "torch._dynamo"
 PART = "optimizer"
 """The option of a group that has the index of its optimizer, if several were given."""
-OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-DISABLE_CACHE_ATTRIBUTE = "__dynamo_disable"
-"""Attribute in which a wrapper caches the function that it calls instead of the method."""
-
-
-@contextmanager
-def without_dynamo_import() -> Iterator[None]:
-    """Allow optimizers to be built inside without importing ``torch._dynamo``; restore torch afterwards.
-
-    Some methods of ``torch.optim.Optimizer`` are wrapped to be ignored by the compiler. The wrapper imports the
-    compiler on
-    its first call: two seconds, and 70 MB in every rank. As long as nothing else has imported it, nothing is compiled,
-    and
-    the methods can be called unwrapped.
-    """
-    methods = [getattr(getattr(optim.Optimizer, name), "__wrapped__", None) for name in OPTIMIZER_METHODS]
-    unwrapped = (
-        []
-        if DYNAMO in sys.modules
-        else [method for method in methods if method is not None and not hasattr(method, DISABLE_CACHE_ATTRIBUTE)]
-    )
-    for method in unwrapped:
-        setattr(method, DISABLE_CACHE_ATTRIBUTE, method)
-    try:
-        yield
-    finally:
-        for method in unwrapped:
-            delattr(method, DISABLE_CACHE_ATTRIBUTE)
 
 
 TorchOptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -177,6 +148,7 @@ class OptimizerSpec:
         self.optimizer_class = type(self.optimizer)
         self.user_optimizers = (self.optimizer, *getattr(self.optimizer, "optimizers", ()))  # that it is a chain of
         require_no_closure(self.optimizer_class)
+        require_own_step(self.user_optimizers)
         self.require_no_step_hooks()
         self.is_elementwise = self.optimizer_class in ELEMENTWISE_OPTIMIZERS
         self.split_size = find_split_size(self.optimizer)
@@ -185,6 +157,8 @@ class OptimizerSpec:
         self._group_structure = self._read_group_structure()
         self._updates_apart = False
         self._kernel_options: Mapping[str, bool] = {}  # which ranks use in place of the template's
+        self._step_effects: StepEffects | None = None
+        self._stepped_options: dict[int, dict[str, Any]] = {}  # of groups, which the ranks' steps have changed
         self._probe()
         self.has_new_state = any(self.optimizer.state.values())  # which the ranks do not have yet
         self._idle_state: dict[str, dict[str, Any]] = {}  # of frozen parameters
@@ -203,6 +177,19 @@ class OptimizerSpec:
         group = self.optimizer.param_groups[self.group_index[name]]
         parts = self.user_optimizers[1:]
         return type(parts[group[PART]]) if parts else self.optimizer_class
+
+    def list_own_classes(self) -> list[str]:
+        """Return the names of the optimizer classes that are not those of torch."""
+        classes = {self.class_of(name) for name in self.group_index}
+        return sorted(cls.__name__ for cls in classes if not cls.__module__.startswith("torch.optim."))
+
+    def step_effects(self) -> StepEffects:
+        """Return what a step does besides updating each parameter by its own gradient and state."""
+        if self._step_effects is None:
+            trained = {name: self.params[name] for name in self.group_index if self.params[name].requires_grad}
+            is_own = bool(self.list_own_classes())
+            self._step_effects = find_step_effects(self.build, trained, self.group_index) if is_own else StepEffects()
+        return self._step_effects
 
     def update_apart(self) -> None:
         """Update each parameter as a tensor of its own from now on, because some may be skipped in a step."""
@@ -447,7 +434,7 @@ class OptimizerSpec:
             groups.setdefault(group, []).append(tensor)
         param_groups = [{"params": tensors, **self.options(group)} for group, tensors in groups.items()]
         with without_dynamo_import():
-            built = self._from_factory(param_groups) or self._from_class(param_groups)
+            built = self._from_factory(param_groups) or rebuild_optimizer(self.optimizer, param_groups)
         for param_group, group in zip(built.param_groups, groups, strict=True):
             param_group.update(self.options(group), **self._kernel_options)
             param_group["spec_group"] = group
@@ -477,28 +464,6 @@ class OptimizerSpec:
             return None
         return built
 
-    def _from_class(self, param_groups: list[dict[str, Any]]) -> optim.Optimizer:
-        """Return a new optimizer of the template's class, with constructor arguments read from the template."""
-        name, known = self.optimizer_class.__name__, {**vars(self.optimizer), **self.optimizer.defaults}
-        arguments = argument_names(self.optimizer_class, self.optimizer.defaults)
-        hidden = [argument for argument in arguments if argument not in known]
-        remedy = f"pass a factory that takes any tensors or groups of them, such as partial({name}, lr=1e-3)"
-        if hidden:
-            raise PlanError(
-                f"{name} keeps its {', '.join(hidden)} neither in its defaults nor as an attribute of that name, so it "
-                f"cannot be rebuilt, but every rank builds its own; {remedy}"
-            )
-        try:
-            built = self.optimizer_class(param_groups, **{argument: known[argument] for argument in arguments})
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"{name} cannot be rebuilt, but every rank builds its own: {error}; {remedy}") from error
-        for key, value in vars(self.optimizer).items():
-            if isinstance(value, int | float | str) and not key.startswith("_") and vars(built).get(key) != value:
-                raise PlanError(
-                    f"{name} has {key}={value!r}, but one rebuilt for a rank has {vars(built).get(key)!r}; {remedy}"
-                )
-        return built
-
     def sync_options(self, optimizer: optim.Optimizer, skips: Tensor | None = None) -> None:
         """Copy the template's options, which a scheduler may have changed, into an optimizer made by :meth:`build`.
 
@@ -512,12 +477,22 @@ class OptimizerSpec:
             param_group.update(self.options(param_group["spec_group"]), **options)
         optimizer.found_inf = skips  # type: ignore[attr-defined]  # which torch's fused kernels read
 
+    def note_step(self, optimizer: optim.Optimizer) -> None:
+        """Note the options that a step of a rank's optimizer has changed, as of one that counts steps in its groups."""
+        names = () if self._step_effects is None else self._step_effects.options
+        if names:
+            for group in optimizer.param_groups:
+                self._stepped_options[group["spec_group"]] = {name: group[name] for name in names if name in group}
+
     def after_step(self, is_applied: Callable[[], bool] = lambda: True) -> None:
         """Mark the template as stepped, for schedulers that warn otherwise, and run its hooks unless it was skipped.
 
         Args:
             is_applied: returns whether the step was not skipped, which on a device waits for it; called for hooks only.
         """
+        for group, options in self._stepped_options.items():
+            self.optimizer.param_groups[group].update(options)
+        self._stepped_options.clear()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what torch's wrapper sets
         hooks = [
             (optimizer, hook)
@@ -628,26 +603,6 @@ def make_template(factory: object, params: Mapping[str, nn.Parameter]) -> optim.
             "partial(torch.optim.AdamW, lr=1e-3)"
         )
     return built
-
-
-def argument_names(optimizer_class: type[optim.Optimizer], defaults: Iterable[str]) -> list[str]:
-    """Return an optimizer's constructor arguments after its parameters, following ``**kwargs`` into base classes."""
-    names: dict[str, None] = {}
-    for base in optimizer_class.__mro__:
-        if base is optim.Optimizer:
-            names |= dict.fromkeys(defaults)
-            break
-        if "__init__" not in vars(base):
-            continue
-        parameters = list(signature(base.__init__).parameters.values())[2:]  # type: ignore[misc]
-        names |= {
-            parameter.name: None
-            for parameter in parameters
-            if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
-        }
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    return list(names)
 
 
 @contextmanager

@@ -407,6 +407,7 @@ class ParamStore:
                 elif not self._try_fused_update(optimizer, tensors, units):
                     self._update_with_optimizer(optimizer, tensors, units)
             self._have_state.add(units)
+            self.optimizer_spec.note_step(optimizer)
         self.grad_check.drop_collected()
         for unit in units:
             if not self.keeps_grads or self.units[unit].has_shared_rows():

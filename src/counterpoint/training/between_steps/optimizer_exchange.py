@@ -83,7 +83,19 @@ class OptimizerExchange:
             scatter_optimizer_state(self.built.shard_map, self.built.ranks, states)
 
     def keep_for_rebuild(self) -> None:
-        """Give the user's optimizer the state of the ranks, for ranks that are built next; a collective call."""
+        """Give the user's optimizer the state of the ranks, for ranks that are built next; a collective call.
+
+        Raises:
+            DataError: its steps change attributes, which are no part of its state.
+        """
+        attributes = self.optimizer_spec.step_effects().attributes
+        if attributes:
+            name = self.optimizer_spec.optimizer_class.__name__
+            raise DataError(
+                f"{name}.step changes its attributes {', '.join(attributes)}, but ranks have to be built again with "
+                "optimizers of their own, which get options and state only; keep what steps change in state[param], as "
+                "Adam keeps its step, or close() and call parallelize(...) again after the change"
+            )
         if not self.optimizer_spec.has_new_state:
             self.optimizer_spec.put_state(self.gather(), is_new=True)
 

@@ -15,7 +15,6 @@ from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.compilation import parse_compilation
 from counterpoint.model.precision import parse_precision
-from counterpoint.optim.low_bit_adam import BlockwiseAdam
 from counterpoint.partitioning.compiled_modules import require_compilable
 from counterpoint.partitioning.dry_run import (
     ModuleAttributes,
@@ -33,7 +32,7 @@ from counterpoint.program.instruction import ApplyPushes, Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
-from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
 from counterpoint.runtime.rng.draw_sites import DrawSites, find_draw_sites, require_keyed, warn_unkeyed
 from counterpoint.runtime.sample_independence import (
@@ -49,6 +48,12 @@ from counterpoint.training.model_checks.embedding_checks import (
     require_whole_bags,
 )
 from counterpoint.training.model_checks.forward_state import ForwardState
+from counterpoint.training.model_checks.update_checks import (
+    require_elementwise_optimizer,
+    require_known_updates,
+    require_one_state,
+    require_skippable_params,
+)
 from counterpoint.training.model_checks.validation import check_batch_norm, require_no_shared_memory
 from counterpoint.training.model_partition import (
     build_model_spec,
@@ -58,7 +63,6 @@ from counterpoint.training.model_partition import (
     with_partition,
 )
 from counterpoint.training.options import TrainingOptions, build_step_guard
-from counterpoint.world.topology import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +289,7 @@ class RunCompiler:
         """
         require_known_to_stages(compiled, self.options)
         require_elementwise_optimizer(plan, compiled, self.optimizer_spec)
+        require_known_updates(plan, compiled, self.optimizer_spec, applies_one_gradient=applies_one_gradient)
         require_one_state(plan, compiled, self.optimizer_spec)
         skips_unused = self.options.unused_parameters == "skip"
         if skips_unused:
@@ -307,63 +312,6 @@ def applies_one_gradient(plan: Plan, compiled: CompiledPlan) -> bool:
         and not independent_replicas(variants[-1])
         and not any(isinstance(instruction, ApplyPushes) for _, instruction in variants[-1].program.instructions())
     )
-
-
-def require_elementwise_optimizer(plan: Plan, compiled: CompiledPlan, optimizer_spec: OptimizerSpec) -> None:
-    """Check that no parameter is sharded by tensor parallelism if its optimizer needs whole tensors.
-
-    Raises:
-        PlanError: one is.
-    """
-    sharded = [name for block in compiled.model.blocks if block.tp for name, _ in block.tp.sharded_dims]
-    names = [
-        name
-        for name in sharded
-        if name in optimizer_spec.group_index and optimizer_spec.class_of(name) not in ELEMENTWISE_OPTIMIZERS
-    ]
-    if names:
-        others = f" and {format_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
-        raise PlanError(
-            f"{optimizer_spec.class_of(names[0]).__name__} may need whole tensors, but under {plan} a rank "
-            f"has only a shard of {names[0]}{others}, so its updates would differ from "
-            "one-device training; use an elementwise optimizer (AdamW, SGD) for them, or data, zero or pipeline"
-        )
-
-
-def require_one_state(plan: Plan, compiled: CompiledPlan, optimizer_spec: OptimizerSpec) -> None:
-    """Check that no replica has a state of its own if there is no mean of states, which other ranks continue with.
-
-    Raises:
-        PlanError: one has.
-    """
-    classes = {optimizer_spec.class_of(name) for name in optimizer_spec.group_index}
-    names = sorted(one.__name__ for one in classes if issubclass(one, BlockwiseAdam))
-    if names and independent_replicas(compiled.step_variants[-1]):
-        raise PlanError(
-            f"{names[0]} keeps codes of 8 bits, which have no mean over replicas, but under {plan} replicas have "
-            "states of their own, whose mean a run on other ranks continues with; use AdamWBf16 or AdamW, or a plan "
-            "whose ranks update together, such as data without sync_every, zero or pipeline"
-        )
-
-
-def require_skippable_params(plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
-    """Check that a step can leave single parameters as they are.
-
-    Raises:
-        PlanError: ranks have gradients of several steps, or compressed ones.
-    """
-    is_compressed = any(
-        getattr(instruction, "codec", "")
-        for variant in compiled.step_variants
-        for _, instruction in variant.program.instructions()
-    )
-    if is_compressed or not applies_one_gradient:
-        raise PlanError(
-            "unused_parameters='skip' leaves a parameter without a gradient in a step as it is, but under "
-            f"{plan} ranks or servers apply gradients of several steps, or compressed ones, which are never "
-            "without it; use data, zero, pipeline or tensor without staleness and compression, or "
-            "unused_parameters='zero'"
-        )
 
 
 def max_forwards_per_rank(program: Program) -> int:
