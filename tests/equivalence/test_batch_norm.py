@@ -104,7 +104,10 @@ def test_one_option_has_every_norm_do_so(strategy):
 @pytest.mark.parametrize("convert", [True, False])
 def test_running_statistics_of_several_microbatches_are_those_of_the_whole_batch(convert):
     """Each is normalized with that of the other replica; what is kept is what one call on everything would see."""
-    result = trained(chain, "data(2)", convert=convert, num_batches=1, num_microbatches=2, batch_norm="sync")
+    with pytest.warns(
+        UserWarning, match=r"^\w*BatchNorm\w* '1' normalizes .* not the microbatches that one runs after"
+    ):
+        result = trained(chain, "data(2)", convert=convert, num_batches=1, num_microbatches=2, batch_norm="sync")
     x, model = batches(chain)[0][0], build_seeded(chain)
     model[:2](x)
     assert max_difference(result, {f"1.{name}": value for name, value in model[1].named_buffers()}) <= 1e-12
@@ -138,7 +141,8 @@ def test_each_microbatch_is_normalized_with_those_that_other_replicas_run_concur
 
 
 def test_replicas_that_train_apart_normalize_apart():
-    mine, plain = (trained(chain, "data(2, sync_every=2)", convert=convert, num_batches=2) for convert in (True, False))
+    plan, options = "data(2, sync_every=2)", {"num_batches": 2, "batch_norm": "deferred"}
+    mine, plain = (trained(chain, plan, convert=convert, **options) for convert in (True, False))
     assert max_difference(mine, plain) <= 1e-12
 
 
@@ -197,3 +201,30 @@ def test_a_lone_replica_with_samples_keeps_up_those_without():
         trainer.fit(TensorDataset(x[:9], y[:9]), batch_size=4)
         states.append(state_of(model))
     assert max_difference(*states) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["data(2)", "zero3(2)"])
+def test_replicas_that_normalize_apart_are_not_silent_about_it(strategy):
+    """Only several microbatches of one replica caused a notice; outputs and weights differ as much with one each."""
+    with pytest.warns(UserWarning, match=r"^BatchNorm1d '1' normalizes microbatches of 6 samples, 2 to a batch under"):
+        trained(chain, strategy, convert=False, num_batches=1)
+
+
+class CalledTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(self.norm(x)))).mean(1)
+
+
+def test_a_module_that_is_called_twice_in_a_forward_is_not_silent_about_its_running_statistics():
+    """They are updated once for both calls, where torch updates them twice; the weights are those of a plain loop."""
+    with pytest.warns(UserWarning, match=r"^batch norm 'norm' is called several times in a forward; .* in every call"):
+        found = trained(CalledTwice, "data(2)", convert=False, batch_norm="sync")
+    expected = alone(CalledTwice)
+    differing = {
+        name for name in found if not torch.allclose(found[name].double(), expected[name].double(), atol=1e-12)
+    }
+    assert differing == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}

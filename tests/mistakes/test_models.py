@@ -97,7 +97,7 @@ def test_a_model_that_was_left_in_evaluation_mode_trains_as_in_training_mode(str
     """It has dropout and batch norm."""
     result = []
     for model in (batch_norm_mlp(), batch_norm_mlp().eval()):
-        with mistake_scripts.step_of(model, strategy) as step:
+        with mistake_scripts.step_of(model, strategy, batch_norm="deferred") as step:
             step(*dataset(12).tensors)
             model.eval()
             step(*dataset(12).tensors)

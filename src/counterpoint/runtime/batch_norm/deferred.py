@@ -19,6 +19,7 @@ from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.program.instruction import Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.batch_norm.sync import PendingAllGather, combine_stats, ranks_sharing_loss, start_all_gather
+from counterpoint.terminal_text import warn
 
 StatsArray: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -149,6 +150,7 @@ class DeferredBatchNorm:
         self.counters = [(index, module.counter) for index, module in enumerate(modules) if module.counter]
         self.counts: list[int] = []
         self.pending: PendingAllGather | None = None  # the gather that was started
+        self.has_warned_of_calls = False
 
     def begin_step(self, *, is_async_pipeline: bool) -> None:
         """Start a step; drop uncommitted records of an earlier one, except in an asynchronous pipeline."""
@@ -162,7 +164,22 @@ class DeferredBatchNorm:
     ) -> None:
         """Record the mean and the variance over ``count - 1`` that a call computed from a microbatch."""
         mean, var = (tensor.detach() for tensor in statistics)
-        self.records.setdefault(micro, []).append((self.index[module], BatchStats(mean, var, count, momentum)))
+        records, index = self.records.setdefault(micro, []), self.index[module]
+        if not self.has_warned_of_calls and any(index == known for known, _ in records):
+            self.has_warned_of_calls = True
+            self.warn_of_calls(module)
+        records.append((index, BatchStats(mean, var, count, momentum)))
+
+    def warn_of_calls(self, module: BatchNormBuffers) -> None:
+        """Warn that a forward calls a module several times, whose running statistics are updated once."""
+        if self.fabric.rank == self.group[0]:
+            warn(
+                f"batch norm '{module.path}' is called several times in a forward; its running statistics are updated "
+                "once per batch, with the values of all calls, where a loop without ranks updates them in every "
+                "call: give each call a module of its own, set track_running_stats=False, or pass "
+                "batch_norm='microbatch' to update them in every call, on each replica alone",
+                stacklevel=2,
+            )
 
     def start_gather(self, micros: Collection[int]) -> None:
         """Start to gather the records of a mini-batch; all members of the group call it together."""

@@ -207,6 +207,17 @@ def require_scheduler_batch(lr_scheduler: object, batch_size: int, steps_per_epo
 
 
 ALTERNATIVES = "or use a norm without batch statistics (GroupNorm, LayerNorm)"
+BATCH_NORM_CHOICES: dict[BatchNormRule | None, str] = {
+    None: (
+        "its running statistics are those of the whole batch: pass batch_norm='deferred' if that is intended, "
+        "'microbatch' to update them after every microbatch, 'sync' to normalize replicas together"
+    ),
+    "sync": (
+        "batch_norm='sync' normalizes together what replicas run at the same time, not the microbatches that one runs "
+        "after each other: give as many microbatches as there are replicas, 'deferred' if that is intended"
+    ),
+}
+"""What to choose, by the rule that was given."""
 
 
 def uses_sync_batch_norm(model: nn.Module, options: TrainingOptions) -> bool:
@@ -233,7 +244,7 @@ def min_microbatch_size(model: nn.Module) -> int:
 def check_batch_norm(
     model: nn.Module, compiled: CompiledPlan, num_samples: int, rule: BatchNormRule | None, rank: int
 ) -> None:
-    """Warn once if batch norm does not normalize the whole batch, unless a rule was chosen.
+    """Warn once if batch norm does not normalize the whole batch, unless a rule by which it does not was chosen.
 
     Args:
         model: the user's model.
@@ -246,7 +257,7 @@ def check_batch_norm(
         PlanError: the rule makes it an error.
     """
     batch_norms = training_batch_norms(model)
-    if not batch_norms or rule not in {None, "error"}:
+    if not batch_norms or rule in {"deferred", "microbatch"}:
         return
     num_microbatches = len(compiled.program.micros)
     microbatches_per_replica = max(
@@ -257,24 +268,17 @@ def check_batch_norm(
         ),
         default=0,
     )
-    path, module = batch_norms[0]
-    if (
-        rule == "error"
-        and num_microbatches > 1
-        and (microbatches_per_replica > 1 or not all(isinstance(other, nn.SyncBatchNorm) for _, other in batch_norms))
-    ):
+    is_synchronized = rule == "sync" or all(isinstance(module, nn.SyncBatchNorm) for _, module in batch_norms)
+    if num_microbatches <= 1 or (is_synchronized and microbatches_per_replica <= 1):
+        return
+    described = describe_batch_norm(*batch_norms[0], compiled, num_samples)
+    if rule == "error":
         raise PlanError(
-            f"{describe_batch_norm(path, module, compiled, num_samples)}, which batch_norm='error' forbids; pass "
-            "'deferred' for running statistics of the whole batch, 'sync' to normalize replicas together, "
-            f"{ALTERNATIVES}"
+            f"{described}, which batch_norm='error' forbids; pass 'deferred' for running statistics of the whole "
+            f"batch, 'sync' to normalize replicas together, {ALTERNATIVES}"
         )
-    if rule is None and microbatches_per_replica > 1 and rank == 0:
-        warn(
-            f"{describe_batch_norm(path, module, compiled, num_samples)}; its running statistics are those of the "
-            "whole batch: pass batch_norm='deferred' if that is intended, 'microbatch' to update them after every "
-            f"microbatch, 'sync' to normalize replicas together, {ALTERNATIVES}",
-            stacklevel=2,
-        )
+    if rank == 0:
+        warn(f"{described}; {BATCH_NORM_CHOICES[rule]}, {ALTERNATIVES}", stacklevel=2)
 
 
 def describe_batch_norm(path: str, module: nn.Module, compiled: CompiledPlan, num_samples: int) -> str:
