@@ -169,3 +169,63 @@ class Dispatch(nn.Module):
 def test_a_size_that_depends_on_values_is_refused():
     with pytest.raises(PlanError, match=r"^the result of aten.where\S* in Dispatch has a size that depends on values"):
         partition_model(Dispatch(), (torch.randn(6, 4),), granularity="blocks")
+
+
+class Differentiates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.requires_grad_()
+            energy = self.second(torch.tanh(self.first(x)))
+            return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+class MapsSamples(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return torch.vmap(lambda sample: self.second(torch.tanh(self.first(sample))))(x)
+
+
+class CreatesParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(4))
+        return self.layer(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Differentiates(), "Differentiates differentiates in its forward (torch.autograd), but a model is split along"),
+        (
+            MapsSamples(),
+            "MapsSamples computes with a transform of torch.func, such as vmap, but a model is split along",
+        ),
+        (
+            CreatesParameter(),
+            "the forward of CreatesParameter creates the parameter scale, which the optimizer does not",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_trace_cannot_have_is_named_and_leaves_the_model_as_it_was(model, text):
+    """These were errors of torch's about fake tensors, or named another cause."""
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(PlanError) as refusal:
+        partition_model(
+            model,
+            (torch.randn(3, 4),),
+            granularity="blocks" if isinstance(model, CreatesParameter | Differentiates | MapsSamples) else "layers",
+        )
+    assert str(refusal.value).startswith(text)
+    assert [name for name, _ in model.named_parameters()] == names

@@ -162,6 +162,72 @@ def test_a_change_that_some_ranks_see_is_refused_where_they_do_not(change, seen,
             train(build(), plan, change)
 
 
+def scale_by(factors):
+    return lambda x: x * factors[0]
+
+
+def multiply(x):
+    return x * SCALES["output"]
+
+
+class WithFunctions(Net):
+    """Calls a function of a closure, one with a global, and one that is an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.variables = [1.0]  # which scale() reads as a variable of its closure, not as an attribute
+        self.scale, self.activation = scale_by(self.variables), F.relu
+
+    def forward(self, x):
+        return self.activation(multiply(self.scale(super().forward(x))))
+
+
+def change_variable(model):
+    model.scale.__closure__[0].cell_contents = [2.0]
+
+
+def set_function(model):
+    model.activation = F.gelu
+
+
+def set_forward(model):
+    model.first.forward = lambda x: 2 * Scaled.forward(model.first, x)
+
+
+def set_class_method(model):
+    WithFunctions.forward = Net.forward
+
+
+@pytest.fixture
+def restored_forward():
+    forward = WithFunctions.forward
+    yield
+    WithFunctions.forward, SCALES["output"] = forward, 1.0
+
+
+@pytest.mark.usefixtures("restored_forward")
+@pytest.mark.parametrize(
+    ("change", "plan", "text"),
+    [
+        (
+            change_variable,
+            "pipeline(2)",
+            r"the variable factors of scale_by.<locals>.<lambda> was changed from \[1.0\]",
+        ),
+        (set_global, "pipeline(2)", r"the global SCALES of \S+ was changed from \{'output': 1.0\}"),
+        (set_function, "data(2)", "activation of the model was changed from <"),
+        (set_forward, "data(2)", "first.forward of the model was changed to another function"),
+        (set_forward, "pipeline(2)", "first.forward of the model was changed to another function"),
+        (set_class_method, "pipeline(2)", "WithFunctions.forward was changed from <function"),
+    ],
+)
+def test_changed_functions_and_what_they_read_are_refused(change, plan, text):
+    """Ranks went on with what the functions of the first step had read, or with its copies."""
+    torch.manual_seed(0)
+    with pytest.raises(DataError, match=rf"^{text}.* between two steps"):
+        train(WithFunctions().double(), plan, change)
+
+
 def test_a_change_is_that_of_a_plain_loop_alone():
     plain = build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -305,6 +305,61 @@ def test_a_forward_that_differentiates_cannot_be_split():
     inputs, targets = dataset().tensors
     step = step_of(build_seeded(Force), "pipeline(2)")
     with pytest.raises(
-        cp.PlanError, match=r"^tracing the model stopped in Force.* a strategy that keeps the model whole"
+        cp.PlanError, match=r"^Force differentiates in its forward .* a strategy that keeps the model whole"
     ):
         step(inputs[:8], targets[:8])
+
+
+class Alias(nn.Module):
+    """Reads the memory of a parameter as another tensor, in an attribute, in a list or as a buffer."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        values = self.first.weight.detach()
+        if kind == "buffer":
+            self.register_buffer("seen", values)
+        else:
+            self.seen = values if kind == "attribute" else [values, 1]
+
+    def forward(self, x):
+        seen = self.seen[0] if isinstance(self.seen, list) else self.seen
+        return self.second(torch.tanh(self.first(x))) + seen.sum()
+
+
+@pytest.mark.parametrize("strategy", ["data(2)", "zero3(2)", "pipeline(2)"])
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list"])
+def test_a_tensor_in_the_memory_of_a_parameter_is_refused(kind, strategy):
+    """Ranks moved the parameter, so that the tensor kept its first values; nothing was said."""
+    text = (
+        r"^(seen is no parameter, but has the memory of first\.weight, |the forward of Alias reads first\.weight from)"
+    )
+    with pytest.raises(cp.PlanError, match=text), step_of(Alias(kind), strategy) as step:
+        step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+
+
+class FromList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.weights = [self.first.weight]
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))) * self.weights[0].sum()
+
+
+def test_a_parameter_that_a_forward_reads_from_a_list_is_no_constant_of_a_trace():
+    """Its gradient there was lost, and its value that of the first step."""
+    with (
+        pytest.raises(cp.PlanError, match=r"^the forward of FromList reads first\.weight from .* nn\.ParameterList"),
+        step_of(FromList(), "pipeline(2)") as step,
+    ):
+        step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+
+
+def test_parameters_without_values_are_refused_where_the_model_is_traced_before_its_first_forward():
+    """It was an error of torch's about an uninitialized parameter."""
+    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3))
+    text = r"^0\.weight has no values before the first forward .*; run the model once on a batch before"
+    with pytest.raises(cp.PlanError, match=text), step_of(model, "tensor(2)") as step:
+        step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))

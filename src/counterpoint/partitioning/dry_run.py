@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -79,6 +80,21 @@ def reject_torchscript(model: nn.Module) -> Iterator[None]:
             f"{location} is a TorchScript module, which hides the calls inside it, but to split a model, or to give "
             "each layer its own random numbers, they must be seen; pass the module that it was made from"
         ) from error
+
+
+def require_initialized(model: nn.Module) -> None:
+    """Check that all parameters have values, which those of ``nn.LazyLinear`` get in its first forward.
+
+    Raises:
+        PlanError: one has none.
+    """
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise PlanError(
+                f"{name} has no values before the first forward (a module such as nn.LazyLinear creates them), but "
+                "ranks compare and split the model before it; run the model once on a batch before, after "
+                "torch.manual_seed(0) on all ranks"
+            )
 
 
 def add_location(error: Exception, location: str) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.model.compilation import Compilation
-from counterpoint.partitioning.dry_run import Inputs, check_call, reject_torchscript
+from counterpoint.partitioning.dry_run import Inputs, check_call, reject_torchscript, require_initialized
 from counterpoint.partitioning.partitioned_model import PartitionedModel
 from counterpoint.partitioning.seed_hooks import is_plain_sequential
 from counterpoint.partitioning.segment_compiler import SegmentCompiler
@@ -60,8 +60,10 @@ def partition_model(
             case "blocks":
                 if is_plain_sequential(model) and set(split_points) <= splittable_modules(model):
                     return SequentialPartition(model, inputs, split_points=split_points, compiler=compiler)
+                require_initialized(model)
                 return TracedPartition(model, inputs, dims=dims, split_points=split_points, compiler=compiler)
             case "tensor_parallel":
+                require_initialized(model)
                 return TracedPartition(
                     model, inputs, dims=dims, split_points=split_points, prefer="pairs", compiler=compiler
                 )

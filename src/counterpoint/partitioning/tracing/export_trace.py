@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -76,8 +77,17 @@ def _is_not_torch_record(record: logging.LogRecord) -> bool:
     return not _is_torch_logger(record.name)
 
 
+DIFFERENTIATION: frozenset[Callable[..., Any]] = frozenset(
+    {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+)
+"""Functions with which a forward differentiates what it computes."""
+WHOLE_MODEL_RULE = "use a strategy that keeps the model whole (data, zero of level 1 or 2, server)"
+
+
 class CustomBackwardDetector(TorchFunctionMode):
     """Records custom backwards: hooks on gradients, and ``autograd.Function`` nodes in the graphs it is shown.
+
+    It also records the modules that differentiate in their forward.
 
     Args:
         open_calls: the paths of the modules that are running, innermost last.
@@ -87,6 +97,7 @@ class CustomBackwardDetector(TorchFunctionMode):
         super().__init__()
         self.open_calls = open_calls
         self.found: list[tuple[str, str]] = []
+        self.differentiating: list[str] = []
         self.seen: set[Any] = set()
 
     def __torch_function__(
@@ -99,6 +110,8 @@ class CustomBackwardDetector(TorchFunctionMode):
         """Call the function, and record a hook on a tensor's gradient."""
         if func is Tensor.register_hook:
             self.record("a hook on a gradient, which its forward registers")
+        if func in DIFFERENTIATION:
+            self.differentiating.append(self.open_calls[-1] if self.open_calls else "")
         return func(*args, **(kwargs or {}))
 
     def inspect_graph(self, values: object) -> None:
@@ -125,9 +138,26 @@ class CustomBackwardDetector(TorchFunctionMode):
         Raises:
             PlanError: one was; the first is named.
         """
+        self.require_no_differentiation(model)
         if self.found:
             path, what = self.found[0]
             raise _custom_backward_error(model, path, what)
+
+    def require_no_differentiation(self, model: nn.Module) -> None:
+        """Check that the forward does not differentiate.
+
+        Raises:
+            PlanError: it does.
+        """
+        if self.differentiating:
+            raise PlanError(
+                f"{_locate(model, self.differentiating[0])} differentiates in its forward (torch.autograd), but a "
+                f"model is split along the operations of its forward, of which a gradient is none; {WHOLE_MODEL_RULE}"
+            )
+
+
+def _locate(model: nn.Module, path: str) -> str:
+    return f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
 
 
 def require_no_backward_hooks(model: nn.Module) -> None:
@@ -142,12 +172,11 @@ def require_no_backward_hooks(model: nn.Module) -> None:
 
 
 def _custom_backward_error(model: nn.Module, path: str, description: str) -> PlanError:
-    location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
     return PlanError(
-        f"{location} has {description}, but a model is split along the operations of its forward, whose own gradients "
-        "would be used instead; write it as an operation (torch.library.custom_op with register_autograd), or with "
-        "detach(), make the model an nn.Sequential, whose children run unchanged, or use a strategy that keeps the "
-        "model whole (data, zero of level 1 or 2, server)"
+        f"{_locate(model, path)} has {description}, but a model is split along the operations of its forward, whose "
+        "own gradients would be used instead; write it as an operation (torch.library.custom_op with "
+        "register_autograd), or with detach(), make the model an nn.Sequential, whose children run unchanged, or "
+        f"{WHOLE_MODEL_RULE}"
     )
 
 
@@ -188,6 +217,43 @@ class TracedGraph:
         return tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
 
 
+class CreatedParameters:
+    """Finds parameters that a forward creates, as one that does so in its first call.
+
+    Args:
+        model: before the forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.known = {path: set(module._parameters) for path, module in self._modules()}  # noqa: SLF001
+
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        modules = self.model.named_modules()
+        return [(path, module) for path, module in modules if not isinstance(module, torch.jit.ScriptModule)]
+
+    def require_none(self) -> None:
+        """Remove parameters that were created, which are those of a trace.
+
+        Raises:
+            PlanError: there are some.
+        """
+        names = [
+            f"{path}.{name}".lstrip(".")
+            for path, module in self._modules()
+            for name in module._parameters.keys() - self.known.get(path, set())  # noqa: SLF001
+        ]
+        for name in names:
+            path, _, own_name = name.rpartition(".")
+            delattr(self.model.get_submodule(path), own_name)
+        if names:
+            raise PlanError(
+                f"the forward of {type(self.model).__name__} creates the parameter {min(names)}, which the optimizer "
+                "does not have and a trace cannot keep; create it in __init__, or run the model on a batch before the "
+                "optimizer is made"
+            )
+
+
 def export_graph(
     model: nn.Module, inputs: Inputs, *, training: bool, varying_dims: Collection[tuple[int, int]] = ()
 ) -> TracedGraph:
@@ -205,6 +271,7 @@ def export_graph(
     """
     args, kwargs = split_call_args(inputs)
     require_no_backward_hooks(model)
+    created = CreatedParameters(model)
     open_calls: list[str] = []
     detector = CustomBackwardDetector(open_calls)
     kept_values = KeptValues(model)
@@ -218,9 +285,12 @@ def export_graph(
                 )
             module = program.module()
         except Exception as error:
+            created.require_none()
+            detector.require_no_differentiation(model)
             raise_batch_norm_error(error, f"{type(model).__name__}, traced on an example microbatch")
             _run_eagerly(model, inputs, training=training)
             raise PlanError(_explain_error(model, error, open_calls)) from error
+    created.require_none()
     detector.require_none(model)
     kept_values.restore()
     if kept_values.found:
@@ -233,9 +303,11 @@ def export_graph(
     if stripped_types:
         module.graph.eliminate_dead_code()
     _require_no_own_generators(module, model)
+    _require_no_transforms(module, model)
     _require_known_sizes(module, model)
     traced = _parse_module(module, canonical_names(model))
     _require_no_outer_autocast(traced, model)
+    _require_no_param_constants(traced, model)
     return traced
 
 
@@ -243,9 +315,20 @@ def _require_no_own_generators(module: fx.GraphModule, model: nn.Module) -> None
     """Reject draws from another generator than torch's global one, which a trace would repeat."""
     for node in module.graph.nodes:
         if node.kwargs.get("generator") is not None:
-            path = innermost_module(node)
-            location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+            location = _locate(model, innermost_module(node))
             raise PlanError(f"the forward of {location} draws from a generator of its own, {OWN_DRAWS_RULE}")
+
+
+def _require_no_transforms(module: fx.GraphModule, model: nn.Module) -> None:
+    """Reject values of the transforms of ``torch.func``, such as ``vmap``, which only exist inside of them."""
+    for node in module.graph.nodes:
+        values = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+        if node.op == "call_function" and not all(isinstance(value, FakeTensor) for value in values):
+            raise PlanError(
+                f"{_locate(model, innermost_module(node))} computes with a transform of torch.func, such as vmap, but "
+                "a model is split along operations on whole tensors; write the forward for a batch of samples, or "
+                f"{WHOLE_MODEL_RULE}"
+            )
 
 
 def _require_known_sizes(module: fx.GraphModule, model: nn.Module) -> None:
@@ -255,8 +338,7 @@ def _require_known_sizes(module: fx.GraphModule, model: nn.Module) -> None:
 
     for node in module.graph.nodes:
         if any(map(free_unbacked_symbols, tree_leaves(node.meta.get("val")))):
-            path = innermost_module(node)
-            location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+            location = _locate(model, innermost_module(node))
             raise PlanError(
                 f"the result of {node.target} in {location} has a size that depends on values, but a model is split "
                 "along operations whose sizes depend on those of its inputs alone; train it with a strategy that keeps "
@@ -297,6 +379,22 @@ def _require_no_outer_autocast(traced: TracedGraph, model: nn.Module) -> None:
             "so it cannot be split; enter autocast in the forward of each block instead, or use a strategy that keeps "
             "the model whole (data, zero of level 1 or 2, server)"
         )
+
+
+def _require_no_param_constants(traced: TracedGraph, model: nn.Module) -> None:
+    """Reject constants in the memory of a parameter, which a forward reads from a list or a closure, for instance."""
+    names = {param.untyped_storage().data_ptr(): name for name, param in model.named_parameters() if param.numel()}
+    for constant in traced.constants.values():
+        if not isinstance(constant, Tensor) or constant.layout != torch.strided or not constant.numel():
+            continue
+        name = names.get(constant.untyped_storage().data_ptr())
+        if name is not None:
+            raise PlanError(
+                f"the forward of {type(model).__name__} reads {name} from a place where a trace does not know it as a "
+                "parameter (a list, a closure, an attribute with its values), so that it would be a constant; read it "
+                "as an attribute of its module, keep several in nn.ParameterList or nn.ParameterDict, or "
+                f"{WHOLE_MODEL_RULE}"
+            )
 
 
 def _run_eagerly(model: nn.Module, inputs: Inputs, *, training: bool) -> None:
@@ -353,8 +451,7 @@ FAKE_CONSTANT = "fake tensor in the exported program constant's list"
 
 def _explain_error(model: nn.Module, error: Exception, open_calls: list[str]) -> str:
     """Describe why tracing failed, with the module and the user's line of code."""
-    path = open_calls[-1] if open_calls else ""
-    location = f"module '{path}' ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+    location = _locate(model, open_calls[-1] if open_calls else "")
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not frame.filename.startswith((PACKAGE_DIR, TORCH_DIR, "<"))]
     code_line = (

@@ -27,6 +27,7 @@ from counterpoint.fabric.fingerprint import dtype_name, format_ranks
 from counterpoint.model.compilation import Compilation, parse_compilation
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.optim.validation import shorten
+from counterpoint.partitioning.dry_run import require_initialized
 from counterpoint.partitioning.partitioned_model import find_embedding_tables
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.loss.loss_scale import parse_loss_scale
@@ -112,7 +113,11 @@ def describe_ranks(
         optimizer: this rank's optimizer; every rank updates its part of one model by its options.
         loss: this rank's loss function; its name and its code are compared.
         options: this rank's options.
+
+    Raises:
+        PlanError: a parameter has no values yet.
     """
+    require_initialized(model)
     return [
         describe_process(),
         plan,

@@ -11,11 +11,7 @@
 
 from __future__ import annotations
 
-import copy
-import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, chain
 from operator import attrgetter, is_
 from typing import Any, Literal
@@ -26,13 +22,14 @@ from torch import Tensor, nn
 
 from counterpoint.errors import DataError
 from counterpoint.fabric.fingerprint import dtype_name
-from counterpoint.partitioning.dry_run import BufferSlots, TrainingModes, assign_values
+from counterpoint.partitioning.dry_run import BufferSlots, assign_values
 from counterpoint.runtime.loss.loss_parameters import find_loss_module
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.agreement.step_facts import StepFacts
+from counterpoint.training.between_steps.attribute_changes import AttributeCheck
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
 
@@ -327,201 +324,6 @@ def _sum_and_squares(value: Tensor) -> str:
         total += float(in_double.sum())
         squares += float(in_double.square().sum())
     return f"{total!r} {squares!r}"
-
-
-class AttributeCheck:
-    """Detects changes of the model's plain attributes between steps, such as a temperature or the rate of a dropout.
-
-    Ranks that run copies of the model, or a trace of it, have the values of the first step. Compared are numbers, texts
-    and collections of them, in attributes of modules or of objects in these (a configuration), tensors that are no
-    buffers, and hooks; under a trace also attributes of classes and the globals that their functions read. Attributes
-    that the model's own forward changes, which user code may call between steps, are left out; of torch's modules only
-    floats and hooks are compared.
-    """
-
-    def __init__(self) -> None:
-        self.watched: list[WatchedValue] = []
-        self.tensors: list[tuple[WatchedValue, int]] = []  # with their version counters; -1 if a trace has the tensor
-        self.modes: list[tuple[nn.Module, bool]] = []  # of the model and its submodules
-        self.names: list[str] = []  # of the modules
-
-    def watch(self, model: nn.Module, *, is_traced: bool) -> None:
-        """Compare the attributes of a model with their present values from now on."""
-        self.watched = [value.copy() for value in _plain_values(model)]
-        self.tensors = [
-            (value, -1 if is_traced else value.value._version)  # type: ignore[attr-defined] # noqa: SLF001 - there is no other way to see changes
-            for value in _tensor_attributes(model)
-        ]
-        if is_traced:
-            self.watched += [value.copy() for value in _values_of_code(model)]
-        self.modes = TrainingModes(model).flags
-        self.names = [name for name, _ in model.named_modules()]
-
-    def find_new_modes(self) -> str:
-        """Return which submodules of a model in training were put into another mode than they had; else empty."""
-        if not self.modes or not self.modes[0][0].training:
-            return ""
-        changed = [index for index, (module, training) in enumerate(self.modes) if module.training is not training]
-        if not changed:
-            return ""
-        name, training = self.names[changed[0]], self.modes[changed[0]][0].training
-        more = f" and {len(changed) - 1} other modules were" if changed[1:] else " was"
-        return f"{name or 'the model'}{more} put into {'training' if training else 'evaluation'} mode"
-
-    def require_unchanged(self, plan: str, run_forward: Callable[[], object]) -> None:
-        """Check that the attributes have the values of the first step.
-
-        Args:
-            plan: of the ranks, for the error.
-            run_forward: runs the model once.
-
-        Raises:
-            DataError: one has another value, and a forward does not change it.
-        """
-        if not self._find_changed():
-            return
-        self._leave_out_changed_by(run_forward)
-        for name, change in self._find_changed():
-            raise DataError(
-                f"{name} was changed {change} between two steps, but under {plan} "
-                "ranks run the model as it was in the first step; give the value to forward as an input, which may "
-                "differ in every step, or close() and call parallelize(...) again (or make a new Trainer)"
-            )
-
-    def _find_changed(self) -> list[tuple[str, str]]:
-        changed = [
-            (watched.name, f"from {reprlib.repr(watched.value)} to {reprlib.repr(watched.read())}")
-            for watched in self.watched
-            if watched.is_changed()
-        ]
-        for watched, version in self.tensors:
-            current = watched.read()
-            if current is not watched.value:
-                changed.append((watched.name, "to another value"))
-            elif version >= 0 and watched.value._version != version:  # type: ignore[attr-defined] # noqa: SLF001 - as above
-                changed.append((watched.name, "in place"))
-        return changed
-
-    def _leave_out_changed_by(self, run_forward: Callable[[], object]) -> None:
-        every = [*self.watched, *(watched for watched, _ in self.tensors)]
-        before = [replace(watched, value=watched.read()).copy() for watched in every]
-        with suppress(Exception):  # the step fails likewise, with its location
-            run_forward()
-        changed = {id(watched) for watched, value in zip(every, before, strict=True) if value.is_changed()}
-        for watched, value in zip(every, before, strict=True):
-            if id(watched) in changed and isinstance(watched.holder, dict):
-                watched.holder[watched.key] = value.value
-        self.watched = [watched for watched in self.watched if id(watched) not in changed]
-        self.tensors = [(watched, version) for watched, version in self.tensors if id(watched) not in changed]
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedValue:
-    """A value that code may change.
-
-    Args:
-        name: for errors.
-        holder: has it, such as the ``vars`` of a module.
-        key: of the value.
-        value: that it had.
-    """
-
-    name: str
-    holder: Mapping[str, Any]
-    key: str
-    value: object
-
-    def read(self) -> object:
-        """Return the present value."""
-        return self.holder.get(self.key)
-
-    def copy(self) -> WatchedValue:
-        """Return the same with a copy of a collection, which is then compared by its entries."""
-        if not isinstance(self.value, _COLLECTIONS):
-            return self
-        return replace(self, value=copy.copy(self.value) if self.key in _HOOKS else copy.deepcopy(self.value))
-
-    def is_changed(self) -> bool:
-        """Return whether the present value is another one."""
-        current = self.holder.get(self.key)
-        if current is self.value:
-            return False
-        return type(current) is not type(self.value) or isinstance(current, Tensor) or bool(current != self.value)
-
-
-_NUMBERS = (bool, int, float, str, type(None))
-_COLLECTIONS = (list, dict, set, tuple)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MAX_ENTRIES = 1000  # of a collection that is compared in every step
-
-
-def _is_plain(value: object) -> bool:
-    """Tell whether a value is a number, a text or None, or a collection of them."""
-    if isinstance(value, _COLLECTIONS):
-        entries = [*value, *value.values()] if isinstance(value, dict) else value
-        return len(value) <= _MAX_ENTRIES and all(map(_is_plain, entries))
-    return isinstance(value, _NUMBERS)
-
-
-def _plain_values(model: nn.Module) -> Iterator[WatchedValue]:
-    """Yield the plain attributes and hooks of modules, and the plain attributes of objects in them."""
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        is_torchs = type(module).__module__.startswith("torch.nn.")
-        for key, value in vars(module).items():
-            name = f"{path}.{key}".lstrip(".") + " of the model"
-            if key in _HOOKS and isinstance(value, dict):
-                yield WatchedValue(name, vars(module), key, value)
-            elif key == "training" or key.startswith("_"):
-                continue
-            elif isinstance(value, float) if is_torchs else _is_plain(value):
-                yield WatchedValue(name, vars(module), key, value)
-            elif not is_torchs and _has_attributes(value) and id(value) not in seen:
-                seen.add(id(value))
-                inner = vars(value).items()
-                yield from (
-                    WatchedValue(
-                        f"{path}.{key}.{attribute}".lstrip(".") + " of the model", vars(value), attribute, item
-                    )
-                    for attribute, item in inner
-                    if not attribute.startswith("_") and _is_plain(item)
-                )
-
-
-def _has_attributes(value: object) -> bool:
-    """Tell whether a value is an object of the user's that holds attributes, such as a configuration."""
-    kind = type(value)
-    return (
-        hasattr(value, "__dict__")
-        and not (isinstance(value, type | Tensor | nn.Module) or callable(value))
-        and kind.__module__.partition(".")[0] not in {"torch", "counterpoint"}
-    )
-
-
-def _tensor_attributes(model: nn.Module) -> Iterator[WatchedValue]:
-    """Yield the attributes that are tensors, and no parameters or buffers."""
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and not value.requires_grad:
-                yield WatchedValue(f"{path}.{key}".lstrip(".") + " of the model", vars(module), key, value)
-
-
-def _values_of_code(model: nn.Module) -> Iterator[WatchedValue]:
-    """Yield the plain attributes of the modules' classes, and the plain globals that functions of these read."""
-    classes = {kind for module in model.modules() for kind in type(module).__mro__}
-    seen: set[tuple[int, str]] = set()
-    for kind in sorted(classes, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"):
-        if kind.__module__.partition(".")[0] in {"torch", "counterpoint", "builtins", "typing", "abc"}:
-            continue
-        for key, value in vars(kind).items():
-            if not key.startswith("_") and _is_plain(value):
-                yield WatchedValue(f"{kind.__qualname__}.{key}", vars(kind), key, value)
-            code = getattr(value, "__code__", None)
-            for name in code.co_names if code is not None else ():
-                holder = value.__globals__
-                if (id(holder), name) not in seen and name in holder and _is_plain(holder[name]):
-                    seen.add((id(holder), name))
-                    yield WatchedValue(f"the global {name} of {kind.__module__}", holder, name, holder[name])
 
 
 class BufferChanges:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -131,22 +131,51 @@ def require_no_autocast(precision: Precision | None) -> None:
 
 
 def require_no_shared_memory(model: nn.Module, plan: Plan) -> None:
-    """Check that no two parameters share memory, if ranks move parameters; one parameter may have two names.
+    """Check that no parameter shares memory with another tensor of the model, if ranks move parameters.
+
+    One parameter may have two names.
 
     Raises:
-        PlanError: two do.
+        PlanError: one does.
     """
     if plan.num_ranks == 1:
         return
-    extents = sorted((*memory_extent(param), name) for name, param in model.named_parameters() if param.numel())
-    for (_, stop, name), (start, _, other) in pairwise(extents):
-        if stop > start:
+    params = dict(model.named_parameters())
+    known = {id(param) for param in params.values()}
+    others = {name: tensor for name, tensor in named_tensors(model) if id(tensor) not in known}
+    extents = sorted(
+        (*memory_extent(tensor), name, kind)
+        for kind, tensors in (("a parameter", params), ("no parameter", others))
+        for name, tensor in tensors.items()
+        if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
+    )
+    for (_, stop, name, kind), (start, _, other, other_kind) in pairwise(extents):
+        if stop > start and kind == other_kind == "a parameter":
             raise PlanError(
                 f"{name} and {other} are two parameters in one piece of memory, but under {plan} ranks move each "
                 "parameter to memory of its own, where they would diverge; make them one parameter "
                 "(second.weight = first.weight), which may have several names and is reduced and updated once, or give "
                 "one of them a copy (nn.Parameter(weight.detach().clone()))"
             )
+        if stop > start and kind != other_kind:
+            param, view = (name, other) if kind == "a parameter" else (other, name)
+            raise PlanError(
+                f"{view} is no parameter, but has the memory of {param}, and under {plan} ranks move each parameter to "
+                f"memory of its own, where {view} would keep the first values; use the parameter itself, or a copy if "
+                "the first values are meant (weight.detach().clone())"
+            )
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers and the other tensors in attributes of modules, also in lists and dicts, with a name."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # which has no attributes in Python
+            continue
+        plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        for key, value in {**plain, **module._buffers}.items():  # noqa: SLF001 - one that shares a name is another's
+            for leaf in tree_leaves(value) if isinstance(value, list | tuple | dict | Tensor) else ():
+                if isinstance(leaf, Tensor):
+                    yield f"{path}.{key}".lstrip("."), leaf
 
 
 def memory_extent(tensor: Tensor) -> tuple[int, int]:
