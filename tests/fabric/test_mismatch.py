@@ -180,7 +180,7 @@ def test_a_message_with_another_label_is_refused(run_scenario):
     [
         (lambda f: f.all_reduce("a", torch.ones(2), (1, 0)), SORTED),
         (lambda f: f.all_reduce("a", torch.ones(2), (0, 2)), SORTED),
-        (lambda f: f.all_reduce("a", torch.ones(2) > 0, (0, 1)), "bool cannot be reduced"),
+        (lambda f: f.all_reduce("a", torch.ones(2) > 0, (0, 1)), "bool cannot be reduced; keep a complex"),
         (lambda f: f.broadcast("a", torch.ones(2), (0, 1), 5), "the root must be a member"),
         (lambda f: f.all_gather("a", torch.ones(2), [0, 2], (0, 1)), "bounds (0, 2) do not split a tensor of shape (2,)"),
         (lambda f: f.all_gather("a", torch.ones(2), [0, 3, 2], (0, 1)), "bounds (0, 3, 2) do not split"),

@@ -399,3 +399,15 @@ def test_an_option_of_another_kind_is_refused(options, text):
     chosen = {"optimizer": partial(optim.SGD, lr=0.1), **options}
     with pytest.raises(cp.PlanError, match=text):
         cp.parallelize(mlp(), loss=F.cross_entropy, **chosen)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)"])
+def test_a_packed_sequence_is_refused_by_name_with_what_to_give(strategy):
+    """The error named the lengths of its inner tensors."""
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 6), torch.ones(2, 6)])
+    step = cp.parallelize(mlp(), optim.SGD, F.cross_entropy, strategy=strategy)
+    with pytest.raises(
+        cp.DataError, match=r"^the batch has a PackedSequence, .* call pack_padded_sequence in forward$"
+    ):
+        step(packed, torch.zeros(2, dtype=torch.int64))
+    step.close()

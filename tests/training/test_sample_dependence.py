@@ -294,3 +294,24 @@ def test_a_gradient_with_respect_to_inputs_is_refused_in_the_loss_and_right_in_t
     if strategy != "pipeline(2)":  # a trace does not take detach()
         found = train(WithPenalty(), x.detach(), strategy, num_microbatches, loss=of_output)
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class NarrowInside(Layers):
+    """Computes one layer in float32, and rounds there as kernels do that take another order for other sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle = nn.Linear(4, 4)
+        self.first.double(), self.last.double()
+
+    def forward(self, x):
+        hidden = self.middle(torch.tanh(self.first(x)).float())
+        return self.last((hidden * (1 + len(x) % 2 * torch.finfo(torch.float32).eps)).double())
+
+
+def test_rounding_in_the_narrowest_dtype_of_the_parameters_is_no_dependence():
+    """The tolerance was that of the output's dtype."""
+    model, x = NarrowInside(), torch.randn(12, 4, dtype=torch.float64)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, sgd, F.mse_loss, strategy="data(2)") as step:
+        assert step(x, torch.zeros(12, 2, dtype=torch.float64)) > 0

@@ -176,7 +176,10 @@ def check_group(operation: CollectiveSignature, rank: int, num_ranks: int) -> No
     if operation.root != -1 and operation.root not in group:
         raise ProgramError(f"rank {rank} starts {operation}: the root must be a member")
     if operation.reduces and operation.dtype not in {dtype_name(dtype) for dtype in REDUCIBLE_DTYPES}:
-        raise ProgramError(f"rank {rank} starts {operation}: {operation.dtype} cannot be reduced; convert it first")
+        raise ProgramError(
+            f"rank {rank} starts {operation}: {operation.dtype} cannot be reduced; keep a complex parameter as a real "
+            "one of its real and imaginary parts (torch.view_as_real), and call torch.view_as_complex on it in forward"
+        )
     if operation.kind.endswith(" mean") and operation.dtype.startswith("int"):
         raise ProgramError(
             f"rank {rank} starts {operation}: a mean of integers is not an integer; take the sum, or convert them first"

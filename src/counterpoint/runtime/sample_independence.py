@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -129,17 +130,18 @@ def _find_dependence_in_mode(
     again = _run_model(model, cut(0, batch_size))
     if draws.unkeyed or not all(map(torch.equal, full, again)):  # the latter with a generator of Python or numpy
         return None
-    error = _largest_error(full, first, range(half), batch_size)
+    rounding = find_rounding(model)
+    error = _largest_error(full, first, range(half), batch_size, rounding)
     with suppress(Exception):  # a model need not take zeros in the place of a sample
         error = error or _largest_error(
-            full, _run_model(model, cut(half, batch_size)), range(half, batch_size), batch_size
+            full, _run_model(model, cut(half, batch_size)), range(half, batch_size), batch_size, rounding
         )
     if error:
         return Dependence(error, "without them")
     for factor in FACTORS:
         with suppress(Exception):  # a model need not take values that no batch has
             multiples = _run_model(model, _add_multiples(cut(0, half), factor))
-            if error := _largest_error(multiples, first, range(half), 2 * half):
+            if error := _largest_error(multiples, first, range(half), 2 * half, rounding):
                 return Dependence(error, f"together with the same samples multiplied by {factor}")
     return None
 
@@ -191,7 +193,7 @@ def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[
     """Return how the output of a single sample differs from that in the whole batch; None if one does not run."""
     with suppress(Exception):
         one, batch = _run_model(model, sample), read_batch()
-        error = _largest_error(_run_model(model, batch), one, range(1), num_samples(batch))
+        error = _largest_error(_run_model(model, batch), one, range(1), num_samples(batch), find_rounding(model))
         return Dependence(error, "without them") if error else None
     return None
 
@@ -423,7 +425,20 @@ def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
         attributes.restore()
 
 
-def _largest_error(outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: range, batch_size: int) -> float:
+def find_rounding(model: nn.Module) -> float:
+    """Return the largest relative difference of outputs that is rounding in the narrowest dtype of the parameters.
+
+    Example:
+        >>> [f"{find_rounding(nn.Linear(2, 2, dtype=dtype)):.0e}" for dtype in (torch.float64, torch.float32)]
+        ['1e-14', '8e-06']
+    """
+    eps = max((torch.finfo(param.dtype).eps for param in model.parameters() if param.is_floating_point()), default=0.0)
+    return min(64 * eps, math.sqrt(eps))
+
+
+def _largest_error(
+    outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: range, batch_size: int, rounding: float
+) -> float:
     """Return the largest difference between some rows of outputs and those of these samples alone.
 
     Args:
@@ -431,10 +446,11 @@ def _largest_error(outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: ran
         parts: of some of its samples alone.
         rows: these samples.
         batch_size: samples of the batch.
+        rounding: the largest difference that is rounding inside of the model.
     """
     return max(
         (
-            _relative_error(output.detach(), part.detach(), rows)
+            _relative_error(output.detach(), part.detach(), rows, rounding)
             for output, part in zip(outputs, parts, strict=False)
             if output.is_floating_point()
             and output.shape[:1] == (batch_size,)
@@ -444,10 +460,10 @@ def _largest_error(outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: ran
     )
 
 
-def _relative_error(output: Tensor, part: Tensor, rows: range) -> float:
+def _relative_error(output: Tensor, part: Tensor, rows: range, rounding: float) -> float:
     """Return the difference of these rows, relative to the largest value; 0 if it is rounding."""
     if not part.numel():
         return 0.0
     largest = float(output.abs().max())
     error = float((output[rows.start : rows.stop] - part).abs().max()) / (largest or 1.0)
-    return error if error > torch.finfo(output.dtype).eps ** 0.5 else 0.0
+    return error if error > max(torch.finfo(output.dtype).eps ** 0.5, rounding) else 0.0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from counterpoint.data.sampler import split_batch
@@ -62,6 +63,7 @@ def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> i
     else:
         input_lengths, target_lengths = collect_lengths(inputs), collect_lengths(targets)
     if len(input_lengths | target_lengths) > 1:
+        require_no_packed_sequence((inputs, targets))
         raise DataError(
             f"the inputs have {format_lengths(input_lengths)} samples, the targets {format_lengths(target_lengths)}; "
             "samples lie along dim 0 of every tensor, and each needs its input and its target: give tensors of one "
@@ -72,6 +74,24 @@ def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> i
     if not count and not may_be_empty:
         raise DataError("the batch has 0 samples, which have no mean loss; skip empty batches")
     return count
+
+
+def require_no_packed_sequence(values: Any) -> None:  # noqa: ANN401 - any nest of tensors
+    """Check that a batch has no packed sequence, whose tensors have steps of time along dim 0.
+
+    Raises:
+        DataError: it has one.
+    """
+    if any(is_packed_sequence(leaf) for leaf in tree_leaves(values, is_leaf=is_packed_sequence)):
+        raise DataError(
+            "the batch has a PackedSequence, whose samples cannot be told apart along dim 0; give the padded tensor "
+            "and the lengths, and call pack_padded_sequence in forward"
+        )
+
+
+def is_packed_sequence(value: object) -> bool:
+    """Tell whether a value is a packed sequence, which pytree takes for a tuple of tensors."""
+    return isinstance(value, PackedSequence)
 
 
 def batch_digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
