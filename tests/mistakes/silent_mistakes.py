@@ -104,6 +104,15 @@ def weights_changed_in_place():
     step(*dataset(12).tensors)
 
 
+def weights_given_other_memory():
+    """On all ranks, to which torch's version counters do not react; the second step would train the first values."""
+    model = mlp()
+    step = step_of(model)
+    step(*dataset(12).tensors)
+    model[2].weight.data = model[2].weight.data * 0.9
+    step(*dataset(12).tensors)
+
+
 def optimizer_state_read_in_a_loop():
     model = mlp()
     with step_of(model, optim.Adam(model.parameters())) as step:

@@ -82,6 +82,15 @@ def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
     assert seconds < 2
 
 
+def test_weights_that_all_ranks_give_other_memory_are_refused():
+    """Where a host's ranks share one copy, they went on to update the old memory, and computed with the new values."""
+    answers, seconds, _ = collect_answers(silent_mistakes.weights_given_other_memory)
+    text = documented_messages("Weights changed in a loop")[1]
+    assert any(text in answer for answer in answers)
+    assert all(answer.startswith(("DataError: ", "PeerError: ")) for answer in answers)
+    assert seconds < 2
+
+
 def test_ranks_with_more_threads_than_cores_have_fewer_now():
     (first, second), _, _ = collect_answers(silent_mistakes.more_threads_than_cores)
     assert re.match(r"counterpoint: 2 ranks x \d+ threads on \d+ cores?; setting \d+ threads? each ", first[0])

@@ -27,6 +27,7 @@ from counterpoint.runtime.loss.loss_parameters import find_loss_module
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.agreement.step_facts import StepFacts
 from counterpoint.training.between_steps.attribute_changes import AttributeCheck
@@ -149,6 +150,7 @@ class ModelChanges:
         if self.step_facts is not None:
             self.step_facts.end_step()
             self.buffers.end_step()
+            self.weights.places = self.weights.read_places()
 
 
 class StructureCheck:
@@ -266,6 +268,16 @@ class ParameterMutationCheck:
         self.params = [(name, param) for name, param in model.named_parameters() if id(param) not in updated_in_place]
         self.tensors = [param for _, param in self.params]
         self.stores = stores
+        own = {id(param) for param in model.parameters()}
+        self.placed = [
+            (name, param)
+            for store in stores
+            for unit in store.units.values()
+            if store.weight_versions is None and unit.flat_params and unit.role.local_shard == WHOLE
+            for name, param in unit.params.items()
+            if id(param) in own
+        ]  # the ranks update the memory that these have
+        self.places: list[int] = []  # of these, since the last step
         self.versions = self.version_counters()
         self.measures: list[str] = []  # of the values, if the model may have been read since the last step
 
@@ -275,7 +287,31 @@ class ParameterMutationCheck:
 
     def record_values(self) -> None:
         """Accept the current values as those that the ranks have."""
-        self.versions, self.measures = self.version_counters(), self.measure_values()
+        self.versions, self.measures, self.places = self.version_counters(), self.measure_values(), []
+
+    def read_places(self) -> list[int]:
+        """Return the address of each parameter that ranks update in the memory that it has."""
+        if not self.placed:
+            return []
+        with without_stale_reads():
+            return [param.data_ptr() for _, param in self.placed]
+
+    def require_same_places(self, plan: str, location: str) -> None:
+        """Check that parameters have the memory that ranks update.
+
+        Raises:
+            DataError: one has another.
+        """
+        if not self.places or (places := self.read_places()) == self.places:
+            return
+        pairs = zip(self.placed, self.places, places, strict=True)
+        name = next(name for (name, _), old, new in pairs if old != new)
+        raise DataError(
+            f"{name} of the model was given other memory {location}between two steps (param.data = ...), but under "
+            f"{plan} the ranks update the memory that it had; change values in place, inside "
+            "`with step.full_weights(writeback=True) as model:`, or between step.export_weights() and "
+            "step.import_weights()"
+        )
 
     def measure_values(self) -> list[str]:
         """Return the sums of each checked parameter's values and squares; as text, because nan equals no nan."""
@@ -291,6 +327,7 @@ class ParameterMutationCheck:
         Raises:
             DataError: they were changed.
         """
+        self.require_same_places(plan, location)
         if not self.params:
             return
         versions, measures = self.version_counters(), self.measure_values() if self.measures else []
