@@ -4,6 +4,7 @@ import pytest
 
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import PlanError
+from counterpoint.model.precision import Precision
 from counterpoint.model.spec import linear_chain
 from counterpoint.planner.enumerate import MAX_STRATEGIES, enumerate_plans
 from tests.planner.models import named
@@ -48,6 +49,19 @@ def test_servers_accept_groups_of_replicas_stages_and_tensor_parallel_ranks(num_
     wanted = {5: ["data(2) * server(2", "pipeline(2) * server(2"], 6: ["consistency=bsp) * tensor(2)"]}
     assert all(text in plans for text in wanted[num_ranks])
     assert "consistency=asp) * tensor" not in plans, "slices would drift apart"
+
+
+def test_weights_are_gathered_once_only_where_a_rank_runs_several_blocks_or_gathers_casts():
+    def once(num_blocks, precision=None):
+        plans = map(str, enumerate_plans(4, linear_chain(num_blocks, precision=precision)))
+        return {plan for plan in plans if "reshard_after_forward=off" in plan}
+
+    whole = {"zero(4, level=3, reshard_after_forward=off)", "zero(2, level=3, reshard_after_forward=off) * data(2)"}
+    staged = "pipeline(2) * zero(2, level=3, reshard_after_forward=off)"
+    assert not once(1)
+    assert whole < once(2)
+    assert staged not in once(2)
+    assert staged in once(3) & once(2, Precision("bf16"))
 
 
 def test_there_are_no_more_stages_than_blocks():

@@ -57,6 +57,15 @@ def test_another_level_of_zero_comes_first_where_only_data_was_asked_for():
     assert "zero" in str(result[0].plan) or "pipeline" in str(result[0].plan)
 
 
+def test_where_weights_are_kept_from_forward_to_backward_freeing_them_is_suggested():
+    """Three blocks on two stages are two on one of them, so that no pipeline fits either."""
+    model = layers(3, cost=1e9)
+    kept, freed = (Plan.parse(f"zero(2, level=3, reshard_after_forward={reshard})") for reshard in ("off", "on"))
+    limit_bytes = predict_plan(freed, model, memory(1), batch_size=16).memory_bytes
+    _, result = suggestions(model, limit_bytes, [kept])
+    assert str(result[0]) == f"another plan (zero(2, level=3): {limit_bytes} bytes)"
+
+
 def test_large_activations_need_recomputation_microbatches_or_a_smaller_batch():
     _, result = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
     changes = [suggestion.change for suggestion in result]

@@ -7,13 +7,14 @@ from functools import cache
 
 import pytest
 
+from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import PlanError
 from counterpoint.model.precision import Precision
 from counterpoint.model.spec import linear_chain
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import choose_plan, choose_plan_from
 from counterpoint.planner.enumerate import enumerate_plans
-from counterpoint.planner.ranking import predict_plan, rank_plans
+from counterpoint.planner.ranking import build_simulator, predict_plan, predict_with_simulator, rank_plans
 from counterpoint.world.cluster import Cluster
 from tests.planner.models import layers, memory, named
 
@@ -171,6 +172,20 @@ def test_delayed_all_reduces_overlap_with_the_next_step():
     assert late.communication_s < now.communication_s / 2
     assert late.sent_bytes == now.sent_bytes
     assert not late.is_synchronous
+
+
+@pytest.mark.parametrize("precision", [None, Precision("bf16")], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("micros", [1, 4])
+def test_weights_that_are_gathered_once_cost_time_and_memory_between_levels_2_and_3(micros, precision):
+    model = linear_chain(6, width=64, precision=precision)
+    texts = ("zero(4)", "zero(4, level=2)", "zero(4, level=3, reshard_after_forward=off)", "zero(4, level=3)")
+    plans = [Plan.parse(text, num_microbatches=micros) for text in texts]
+    _, second, once, third = (predict_plan(plan, model, Cluster(), batch_size=64) for plan in plans)
+    counted = compile(once.plan, model, samples_per_micro=64 // 4 // micros)
+    assert once.sent_bytes == max(counted.sent_bytes()) == max(counted.cost.sent_bytes())
+    assert third.memory_bytes < once.memory_bytes < second.memory_bytes
+    assert second.step_s < once.step_s < third.step_s
+    assert once == predict_with_simulator(once.plan, build_simulator(model, Cluster(), 64))
 
 
 def test_a_plan_of_large_activations_fits_in_bf16_and_sends_half_as_long():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from counterpoint.model.spec import ModelSpec
@@ -24,13 +25,14 @@ SIMPLEST_FIRST: tuple[type[Strategy], ...] = (Data, Zero, Pipeline, Tensor, Serv
 def enumerate_plans(num_ranks: int, model: ModelSpec, *, batch_size: int | None = None) -> tuple[Plan, ...]:
     """Return every composition of up to three strategies that needs exactly ``num_ranks`` ranks, the simplest first.
 
-    From the inside out: tensor parallelism, pipeline stages, then replicas as data parallelism, ZeRO of each level,
-    ZeRO shards inside replicas, or workers of a parameter server, which may be groups of replicas. A synchronous server
-    may have tensor parallelism outside. Pipelines are enumerated with one_f_one_b and gpipe, and with 1, 2 and 4
-    microbatches per stage; asynchronous ones with as many replicas of each stage as fill the ranks. Other numbers of
-    replicas per stage are found by :func:`counterpoint.planner.pipeline.candidates.find_pipeline_plans`. Of
-    compositions that differ only in the numbering of ranks, or of which one sends more, one is returned. Whether a
-    model supports tensor parallelism is found out when a plan is compiled.
+    From the inside out: tensor parallelism, pipeline stages, then replicas as data parallelism, ZeRO of each level
+    (level 3 also with ``reshard_after_forward=off``, where ranks run several blocks or gather casts), ZeRO shards
+    inside replicas, or workers of a parameter server, which may be groups of replicas. A synchronous server may have
+    tensor parallelism outside. Pipelines are enumerated with one_f_one_b and gpipe, and with 1, 2 and 4 microbatches
+    per stage; asynchronous ones with as many replicas of each stage as fill the ranks. Other numbers of replicas per
+    stage are found by :func:`counterpoint.planner.pipeline.candidates.find_pipeline_plans`. Of compositions that differ
+    only in the numbering of ranks, or of which one sends more, one is returned. Whether a model supports tensor
+    parallelism is found out when a plan is compiled.
 
     Args:
         num_ranks: number of ranks.
@@ -44,7 +46,7 @@ def enumerate_plans(num_ranks: int, model: ModelSpec, *, batch_size: int | None 
     """
     plans = dict.fromkeys(
         Plan(strategies, count)
-        for strategies in _compositions(num_ranks, model.without_tp.num_blocks)
+        for strategies in _compositions(num_ranks, model.without_tp)
         if len(strategies) <= MAX_STRATEGIES
         for count in _microbatches(strategies)
     )
@@ -56,10 +58,12 @@ def _complexity(plan: Plan) -> tuple[int, tuple[int, ...]]:
     return len(plan.strategies), tuple(SIMPLEST_FIRST.index(type(strategy)) for strategy in plan.strategies)
 
 
-def _compositions(num_ranks: int, num_blocks: int) -> Iterator[tuple[Strategy, ...]]:
+def _compositions(num_ranks: int, model: ModelSpec) -> Iterator[tuple[Strategy, ...]]:
+    num_blocks, gathers_casts = model.num_blocks, any(param.gathers_cast for param in model.params)
     for tp_degree, stages in product(_divisors(num_ranks), range(1, min(num_ranks, num_blocks) + 1)):
         for inner in _model_parallel(tp_degree, stages):
-            for outer in _replica_strategies(num_ranks, Plan(inner).num_ranks):
+            levels = _zero_levels(gathers_once=gathers_casts or num_blocks > stages)
+            for outer in _replica_strategies(num_ranks, Plan(inner).num_ranks, levels):
                 yield (*inner, *outer)
             if tp_degree == 1:
                 yield from ((*inner, *server) for server in _server_strategies(num_ranks, Plan(inner).num_ranks))
@@ -96,7 +100,7 @@ def _async_pipelines(slices: int, stages: int, num_ranks: int) -> Iterator[Pipel
         yield Pipeline(stages, schedule, (num_replicas,) * stages if num_replicas > 1 else ())
 
 
-def _replica_strategies(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, ...]]:
+def _replica_strategies(num_ranks: int, inner: int, levels: Sequence[Zero]) -> Iterator[tuple[Strategy, ...]]:
     """Yield how replicas of ``inner`` ranks may fill the ranks."""
     num_replicas, remainder = divmod(num_ranks, inner)
     if remainder or not num_replicas:
@@ -105,13 +109,19 @@ def _replica_strategies(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, 
         yield ()
         return
     yield (Data(num_replicas),)
-    yield from ((strategy,) for strategy in _zero_levels(num_replicas))
-    for shards in _divisors(num_replicas)[1:-1]:
-        yield from ((strategy, Data(num_replicas // shards)) for strategy in _zero_levels(shards))
+    for shards in _divisors(num_replicas)[1:]:
+        replicas = (Data(num_replicas // shards),) if shards < num_replicas else ()
+        yield from ((replace(level, degree=shards), *replicas) for level in levels)
 
 
-def _zero_levels(degree: int) -> tuple[Zero, ...]:
-    return Zero(degree, level=1), Zero(degree, level=2), Zero(degree, level=3)
+def _zero_levels(*, gathers_once: bool) -> tuple[Zero, ...]:
+    """Return ZeRO of each level, if asked also level 3 that gathers weights once in a step.
+
+    That sends less than level 3, and holds more where a rank runs several blocks. Of a single block it holds as much,
+    but level 2 then holds less and sends no more than either, unless casts are gathered.
+    """
+    once = (Zero(1, level=3, reshard_after_forward="off"),) if gathers_once else ()
+    return Zero(1, level=1), Zero(1, level=2), Zero(1, level=3), *once
 
 
 def _server_strategies(num_ranks: int, inner: int) -> Iterator[tuple[Strategy, ...]]:

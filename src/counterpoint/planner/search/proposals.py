@@ -176,9 +176,10 @@ def change_tensor(current: SearchConfiguration, space: SearchSpace, rng: Random)
 
 
 def change_zero(current: SearchConfiguration, space: SearchSpace, rng: Random) -> SearchConfiguration:
-    """Change the degree or the level of ZeRO among the replicas."""
+    """Change the degree of ZeRO among the replicas, or its level, or whether level 3 gathers weights once in a step."""
     num_replicas = current.zero.degree * current.data.degree
-    choices = [Zero(degree, level) for degree in _divisors(num_replicas) if degree > 1 for level in (1, 2, 3)]
+    variants = (Zero(1, level=1), Zero(1, level=2), Zero(1, level=3), Zero(1, level=3, reshard_after_forward="off"))
+    choices = [replace(zero, degree=degree) for degree in _divisors(num_replicas) if degree > 1 for zero in variants]
     zero = _choose_other([Zero(1), *choices], current.zero, rng)
     return replace(current, zero=zero, data=replace(current.data, degree=num_replicas // zero.degree))
 
