@@ -71,6 +71,7 @@ def test_gradients_that_are_reduced_as_they_come_exist_once(num_microbatches, he
         ("zero(2, level=1)", 12, 12 + (2 + 2) / 4),
         ("zero(2, level=2)", 4 + (4 + 3 * 2) / 4 + 4, 4 + (4 + 2 + 4 * 2) / 4 + 4),
         ("zero(2, level=3)", 2 + (4 + 4 + 3 * 2) / 4 + 4, 2 + (2 + 4 + 4 + 3 * 2) / 4 + 4),
+        ("zero(2, level=3, persistence_threshold=65536)", 4 + (4 + 3 * 2) / 4 + 4, 4 + (4 + 2 + 4 * 2) / 4 + 4),
     ],
 )
 def test_the_backward_frees_casts_as_gradients_come(plan, in_float32, in_bf16):
@@ -101,6 +102,16 @@ def test_weights_that_are_also_read_in_their_own_dtype_are_gathered_in_it_and_ca
     )
 
 
+@pytest.mark.parametrize(("threshold", "small", "large"), [(0, 6, 14), (4096, 8, 14), (65536, 8, 12)])
+def test_units_within_the_threshold_are_held_whole_and_others_as_shards(threshold, small, large):
+    """The peak is the backward of the large one: half of its weight, the gathered one, its gradient, half of states."""
+    model = chain(2)
+    model = replace(model, params=(replace(model.params[0], shape=(16, 256)), model.params[1]))
+    compiled = compile_plan(Plan.parse(f"zero(2, level=3, persistence_threshold={threshold})"), model)
+    peaks = peak_memory_bytes(compiled.program, message_size_fn(compiled.model, 1))
+    assert set(peaks) == {small * 4096 + large * ELEMENTS}
+
+
 @pytest.mark.parametrize(
     ("plan", "in_float32", "in_bf16"),
     [
@@ -108,6 +119,7 @@ def test_weights_that_are_also_read_in_their_own_dtype_are_gathered_in_it_and_ca
         ("zero(4, level=1)", 8, 8),
         ("zero(4, level=2)", 8, 8),
         ("zero(4, level=3)", 12, 8),
+        ("zero(4, level=3, persistence_threshold=65536)", 8, 8),
         ("zero(4, level=3) * data(2)", 12 / 4 * 3 + 8 / 8, 8 / 4 * 3 + 8 / 8),
     ],
 )

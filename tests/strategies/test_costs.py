@@ -28,6 +28,17 @@ def test_replicas_send_what_their_paper_says(n, micros):
     assert sent(f"zero3({n}, reshard_after_forward=off)", m=micros) == [(micros + 1) * ring * P] * n
 
 
+@pytest.mark.parametrize("micros", [1, 3])
+def test_units_within_the_threshold_send_what_level_2_sends(micros):
+    half = Fraction(1, 2)
+    whole, shards = (micros + 1) * half * P, 3 * micros * half * P
+    assert sent(f"zero3(2, persistence_threshold={UNIT // 4})", m=micros) == [whole] * 2
+    assert sent(f"zero3(2, persistence_threshold={UNIT // 4 - 1})", m=micros) == [shards] * 2
+    per_rank = "tensor(2) * zero3(2, persistence_threshold={})"
+    assert sent(per_rank.format(UNIT // 8), m=micros) == sent("tensor(2) * zero2(2)", m=micros)
+    assert sent(per_rank.format(UNIT // 8 - 1), m=micros) == sent("tensor(2) * zero3(2)", m=micros)
+
+
 def test_solo_sends_nothing():
     assert sent("solo") == [0]
 

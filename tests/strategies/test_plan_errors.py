@@ -124,6 +124,15 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, message):
             "zero(..., level=2) does not shard weights, so there is nothing to reshard; leave out "
             "reshard_after_forward, or give level=3",
         ),
+        (
+            "zero(2, level=3, persistence_threshold=-1)",
+            "persistence_threshold=-1 is a number of elements; give 0 to shard all weights, or more",
+        ),
+        (
+            "zero(2, level=2, persistence_threshold=100)",
+            "zero(..., level=2) does not shard weights, so all of them stay whole; leave out persistence_threshold, or "
+            "give level=3",
+        ),
         ("zero(2, level=4)", "zero has the levels 1, 2 and 3, not 4; give level=1, level=2 or level=3"),
         (
             "pipeline(2, schedule=zigzag)",

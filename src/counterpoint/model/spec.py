@@ -269,6 +269,10 @@ class ModelSpec:
                         shape[dim] //= block.tp_degree
         return tuple(shape)
 
+    def unit_elements(self, unit: Unit) -> int:
+        """Return the number of elements of a unit on one rank, after tensor-parallel sharding."""
+        return sum(math.prod(self.shard_shape(name)) for name in self.units[unit])
+
     def unit_bytes(self, unit: Unit, codec: str = "", held_as: HeldAs = "weight") -> int:
         """Return the bytes of a unit on one rank: of its gradient if a codec is given, else where it is held so."""
         params = {param.name: param for param in self.params}

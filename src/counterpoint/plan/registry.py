@@ -93,14 +93,17 @@ STRATEGIES: dict[str, StrategyEntry] = {
         Data,
     ),
     "zero": StrategyEntry(
-        Zero, "replicas that shard optimizer state, gradients or weights", ("level", "reshard_after_forward"), Zero
+        Zero,
+        "replicas that shard optimizer state, gradients or weights",
+        ("level", "reshard_after_forward", "persistence_threshold"),
+        Zero,
     ),
     "zero1": StrategyEntry(partial(Zero, level=1), "zero with sharded optimizer state", (), Zero),
     "zero2": StrategyEntry(partial(Zero, level=2), "zero with sharded optimizer state and gradients", (), Zero),
     "zero3": StrategyEntry(
         partial(Zero, level=3),
         "zero with sharded optimizer state, gradients and weights",
-        ("reshard_after_forward",),
+        ("reshard_after_forward", "persistence_threshold"),
         Zero,
     ),
     "tree": StrategyEntry(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -96,11 +96,22 @@ def require_unsharded(program: Program, name: str) -> None:
 
 
 def add_after_updates(
-    instructions: Instructions, op: Literal["all_gather", "all_reduce_mean"], group: Group
+    instructions: Instructions,
+    op: Literal["all_gather", "all_reduce_mean"],
+    group: Group,
+    units: Collection[Unit] | None = None,
 ) -> Iterator[Instruction]:
-    """Yield the instructions with one collective on each updated weight after the last update."""
+    """Yield the instructions with one collective on each updated weight after the last update.
+
+    Args:
+        instructions: of one rank.
+        op: the collective.
+        group: its members.
+        units: whose weights; None for all.
+    """
     last = max((index for index, instruction in enumerate(instructions) if isinstance(instruction, Update)), default=-1)
     for index, instruction in enumerate(instructions):
         yield instruction
         if index == last:
-            yield from (Collective(op, weight(unit), group) for unit in updated_units(instructions))
+            updated = updated_units(instructions)
+            yield from (Collective(op, weight(unit), group) for unit in updated if units is None or unit in units)

@@ -7,12 +7,13 @@
     level 3   all_gather(weight) before each forward and backward, free it after; after each backward
               reduce_scatter(grad) and free it | update own shard
 
-Gathers of level 3 are awaited; the pass ``prefetch`` starts them during the computation before.
+Units of at most ``persistence_threshold`` elements are treated at level 3 as at level 2: their weights stay whole. The
+gathers before computations are awaited; the pass ``prefetch`` starts them during the computation before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -39,6 +40,7 @@ from counterpoint.program.rewrite import (
     map_parts,
     order_by_grad_completion,
 )
+from counterpoint.strategies.options import changed_options, format_term
 from counterpoint.strategies.replica_groups import (
     add_after_updates,
     map_replicas,
@@ -62,6 +64,8 @@ class Zero(Strategy):
         level: 1, 2 or 3, as above.
         reshard_after_forward: at level 3, ``on`` frees weights after each forward, and gathers them again for the
             backward; ``off`` gathers them once in a step, and frees them after their last backward.
+        persistence_threshold: at level 3, weights of units of at most so many elements stay whole on every rank, and
+            are gathered once in a step, after the update. Gradients and states are shards as those of other units.
         name: the strategy as the user wrote it, for errors, if it is part of another one.
 
     Cost:
@@ -69,7 +73,8 @@ class Zero(Strategy):
         ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each of them,
         and its gradient reduce-scattered for each chunk of a stage). In mixed precision, level 3 gathers casts of
         weights: with 2 bytes instead of 4, ``2 M (n-1)/n P``. With ``reshard_after_forward=off`` level 3 sends
-        ``(M+1) (n-1)/n P``, and holds whole weights from their first forward to their last backward.
+        ``(M+1) (n-1)/n P``, and holds whole weights from their first forward to their last backward. Of units within
+        the ``persistence_threshold`` it sends as much as level 2, and holds whole weights.
         Memory per rank: ``1/n`` of the optimizer state; from level 2 on ``1/n`` of the gradients from one forward to
         the next, and whole ones only until the last backward of their unit; at level 3 ``1/n`` of the weights.
 
@@ -80,6 +85,7 @@ class Zero(Strategy):
     degree: int
     level: Literal[1, 2, 3] = 1
     reshard_after_forward: Literal["on", "off"] = "on"
+    persistence_threshold: int = 0
     name: str = field(default="", compare=False, repr=False)
 
     axis: ClassVar[str] = "zero"
@@ -97,11 +103,21 @@ class Zero(Strategy):
                 f"zero(..., level={self.level}) does not shard weights, so there is nothing to reshard; leave out "
                 "reshard_after_forward, or give level=3"
             )
+        if self.persistence_threshold < 0:
+            raise PlanError(
+                f"persistence_threshold={self.persistence_threshold} is a number of elements; give 0 to shard all "
+                "weights, or more"
+            )
+        if self.persistence_threshold and self.level != 3:
+            raise PlanError(
+                f"zero(..., level={self.level}) does not shard weights, so all of them stay whole; leave out "
+                "persistence_threshold, or give level=3"
+            )
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        kept = ", reshard_after_forward=off" if self.reshard_after_forward == "off" else ""
-        return self.name or f"zero({self.degree}, level={self.level}{kept})"
+        changed = changed_options(self, "reshard_after_forward", "persistence_threshold")
+        return self.name or format_term("zero", self.degree, [f"level={self.level}", *changed])
 
     @property
     def granularity(self) -> Granularity:
@@ -117,8 +133,16 @@ class Zero(Strategy):
         self._check_unsharded(program)
         if self.degree == 1:
             return program
-        units = tuple(model.units)
-        return map_replicas(program, self.degree, partial(self._shard_rank_program, units=units))
+        shard = partial(
+            self._shard_rank_program,
+            units=tuple(model.units),
+            whole={unit for unit in model.units if self._stays_whole(unit, model)},
+        )
+        return map_replicas(program, self.degree, shard)
+
+    def _stays_whole(self, unit: Unit, model: ModelSpec) -> bool:
+        """Return whether every rank keeps the whole weights of a unit."""
+        return self.level < 3 or model.unit_elements(unit) <= self.persistence_threshold
 
     def _check_unsharded(self, program: Program) -> None:
         if uses_tree_reduce(program):
@@ -137,22 +161,19 @@ class Zero(Strategy):
             if isinstance(instruction, ApplyPushes) or receives_grad(instruction):
                 raise PlanError(f"{self} is in a plan whose weights live on servers; write zero(...) or server(...)")
 
-    def _shard_rank_program(self, rank_program: RankProgram, group: Group, units: tuple[Unit, ...]) -> RankProgram:
-        use = _UnitUse.from_rank_program(rank_program, units)
+    def _shard_rank_program(
+        self, rank_program: RankProgram, group: Group, units: tuple[Unit, ...], whole: Collection[Unit]
+    ) -> RankProgram:
+        use = _UnitUse.from_rank_program(rank_program, units, whole)
         if self.level == 1:
             rank_program = _reduce_scatter_before_update(rank_program, group)
-        if self.reshard_after_forward == "off":
-            return map_parts(rank_program, lambda body: list(_all_gather_once(body, group, use)))
-        if self.level == 3:
-            return map_parts(
+        elif self.reshard_after_forward == "off":
+            rank_program = map_parts(rank_program, lambda body: list(_all_gather_once(body, group, use)))
+        else:
+            rank_program = map_parts(
                 rank_program, lambda body: [new for one in body for new in _all_gather_around(one, group, use)]
             )
-        if self.level == 2:
-            rank_program = map_parts(
-                rank_program,
-                lambda body: [new for one in body for new in _with_reduce_scatter(one, group, use)],
-            )
-        return map_parts(rank_program, lambda body: add_after_updates(body, "all_gather", group))
+        return map_parts(rank_program, lambda body: add_after_updates(body, "all_gather", group, whole))
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the cost with the reduce-scatters and all-gathers of the level."""
@@ -176,7 +197,7 @@ class Zero(Strategy):
         reduced = model.reduced_fraction(unit)
         if self.level == 1:
             return reduced + 1
-        if self.level == 2:
+        if self._stays_whole(unit, model):
             return rank.num_micros * rank.num_chunks(unit) * reduced + 1
         uses = sum(block in rank.blocks for block in unit)
         gathered = Fraction(model.unit_bytes(unit, held_as="gathered_weight"), model.unit_bytes(unit) or 1)
@@ -189,16 +210,15 @@ class _UnitUse(NamedTuple):
     """The units that the blocks of a rank program use.
 
     Args:
-        by_block: units used by each block.
+        sharded: units used by each block whose weights are gathered before it.
         completed_by: units whose gradient is complete, within a run of consecutive backwards, after that of each block.
     """
 
-    by_block: dict[int, list[Unit]]
+    sharded: dict[int, list[Unit]]
     completed_by: dict[int, list[Unit]]
 
     @staticmethod
-    def from_rank_program(rank_program: RankProgram, units: Iterable[Unit]) -> _UnitUse:
-        units = tuple(units)
+    def from_rank_program(rank_program: RankProgram, units: tuple[Unit, ...], whole: Collection[Unit]) -> _UnitUse:
         by_block = {block: [unit for unit in units if block in unit] for block in forward_blocks(rank_program)}
         run_of = {block: number for number, run in enumerate(backward_runs(rank_program)) for block in run}
         last: dict[tuple[Unit, int], int] = {}
@@ -207,7 +227,8 @@ class _UnitUse(NamedTuple):
         completed_by = {
             block: [unit for unit in used if last[unit, run_of[block]] == block] for block, used in by_block.items()
         }
-        return _UnitUse(by_block, completed_by)
+        sharded = {block: [unit for unit in used if unit not in whole] for block, used in by_block.items()}
+        return _UnitUse(sharded, completed_by)
 
 
 def _reduce_scatter_before_update(rank_program: RankProgram, group: Group) -> RankProgram:
@@ -231,7 +252,7 @@ def _reads_weights(instruction: Instruction) -> TypeGuard[Forward | Backward]:
 
 def _all_gather_once(body: Instructions, group: Group, use: _UnitUse) -> Iterator[Instruction]:
     """Yield the instructions with each unit's weights gathered before their first use, and freed after the last."""
-    uses = [use.by_block[one.block] if _reads_weights(one) else [] for one in body]
+    uses = [use.sharded[one.block] if _reads_weights(one) else [] for one in body]
     first = {unit: index for index, units in reversed([*enumerate(uses)]) for unit in units}
     last = {unit: index for index, units in enumerate(uses) for unit in units}
     for index, instruction in enumerate(body):
@@ -244,8 +265,8 @@ def _all_gather_around(instruction: Instruction, group: Group, use: _UnitUse) ->
     if not _reads_weights(instruction):
         yield from _with_reduce_scatter(instruction, group, use)
         return
-    for unit in use.by_block[instruction.block]:
+    for unit in use.sharded[instruction.block]:
         yield Collective("all_gather", weight(unit), group)
     yield from _with_reduce_scatter(instruction, group, use)
-    for unit in use.by_block[instruction.block]:
+    for unit in use.sharded[instruction.block]:
         yield Free(weight(unit))

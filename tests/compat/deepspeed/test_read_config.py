@@ -36,7 +36,7 @@ BF16 = "bf16(norms=compute, output=compute, reduce=bf16)"
 FP16 = "fp16(norms=compute, output=compute, reduce=fp16)"
 SCALE = cp.DynamicLossScale(init_scale=4096.0, growth_interval=500, hysteresis=2)
 PREFETCH = ("overlap", "prefetch")
-ZERO3 = DATA | {"strategy": "zero(2, level=3)", "passes": PREFETCH}
+ZERO3 = DATA | {"strategy": "zero(2, level=3, persistence_threshold=100000)", "passes": PREFETCH}
 ARGUMENTS = {
     "plain_sgd": DATA,
     "micro_batch_only": DATA,
@@ -48,7 +48,9 @@ ARGUMENTS = {
     | {"clip_norm": 1.0},
     "static_loss_scale": DATA
     | {"precision": "fp16(norms=compute, output=compute)", "loss_scale": 128.0, "nonfinite": "skip"},
-    "zero3_bf16": ZERO3 | {"num_microbatches": 4, "precision": BF16, "nonfinite": "skip"},
+    "zero3_bf16": ZERO3
+    | {"strategy": "zero(2, level=3, persistence_threshold=1000000)", "num_microbatches": 4}
+    | {"precision": BF16, "nonfinite": "skip"},
     "zero3_without_prefetch": DATA | {"strategy": "zero(2, level=3)"},
     "autocast_bf16": DATA | {"precision": "bf16(autocast=true)"},
     "autocast_fp16": DATA | {"precision": "fp16(autocast=true, reduce=bf16)", "loss_scale": "dynamic"},
@@ -74,6 +76,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a stage that does not exist": ({"zero_optimization": {"stage": 4}}, "stage=4 is not 0, 1, 2 or 3"),
     "two precisions": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are enabled"),
     "an unknown dtype": ({"communication_data_type": "fp8"}, "'fp8' is not one of fp32, fp16, bf16"),
+    "a negative number of elements": (
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": -1}},
+        "stage3_param_persistence_threshold=-1 is negative; give the most elements",
+    ),
     "a negative norm": ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0 is negative"),
     "a negative loss scale": ({"fp16": {"enabled": True, "loss_scale": -2}}, "loss_scale=-2 is negative"),
     "a scale beyond float32": ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "the loss scale of fp16"),

@@ -202,8 +202,8 @@ def legal_plans(draw, model):
     if served:
         add(draw(servers(4) if "server" in kinds else centers(4)))
     elif "zero" in kinds and not has_tree:
-        level, kept = draw(st.sampled_from([(1, "on"), (2, "on"), (3, "on"), (3, "off")]))
-        add(Zero(draw(degrees(4)), *((1,) if is_coded else (level, kept))))
+        options = draw(st.sampled_from([(1,), (2,), (3,), (3, "off"), (3, "on", 2 * WIDTH), (3, "off", 2 * WIDTH)]))
+        add(Zero(draw(degrees(4)), *((1,) if is_coded else options)))
     if "more data" in kinds and not any(
         strategy_kind(strategy) in {"ssp", "asp", "elastic averaging"} for strategy in chosen
     ):

@@ -24,6 +24,7 @@ from counterpoint.json_reader import parse_json_file
 from counterpoint.model.precision import Precision
 from counterpoint.optim.validation import require_counts, shorten
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale
+from counterpoint.strategies.zero import Zero
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -396,16 +397,22 @@ def _plan_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]
     """Return the strategy of a stage, and the pass that gathers weights early.
 
     Raises:
-        PlanError: there is no such stage.
+        PlanError: there is no such stage, or a negative number of elements.
     """
     stage = values["zero_optimization.stage"]
     if stage not in (0, 1, 2, 3):
         raise PlanError(f"zero_optimization.stage={stage} is not 0, 1, 2 or 3")
     if stage == 0:
         return {"strategy": f"data({num_ranks})"}
-    prefetches = stage == 3 and values["zero_optimization.stage3_prefetch_bucket_size"] != 0
-    passes = {"passes": ("overlap", "prefetch")} if prefetches else {}
-    return {"strategy": f"zero({num_ranks}, level={int(stage)})", **passes}
+    if stage < 3:
+        return {"strategy": f"zero({num_ranks}, level={int(stage)})"}
+    path = "zero_optimization.stage3_param_persistence_threshold"
+    threshold = int(BY_PATH[path].default if values[path] == "auto" else values[path])
+    if threshold < 0:
+        raise PlanError(f"{path}={threshold} is negative; give the most elements of weights that stay whole, or 0")
+    strategy = Zero(num_ranks, level=3, persistence_threshold=threshold)
+    prefetches = values["zero_optimization.stage3_prefetch_bucket_size"] != 0
+    return {"strategy": str(strategy), **({"passes": ("overlap", "prefetch")} if prefetches else {})}
 
 
 def _training_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
