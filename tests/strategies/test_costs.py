@@ -39,6 +39,12 @@ def test_units_within_the_threshold_send_what_level_2_sends(micros):
     assert sent(per_rank.format(UNIT // 8 - 1), m=micros) == sent("tensor(2) * zero3(2)", m=micros)
 
 
+def test_merged_blocks_send_the_same_bytes_and_a_weight_within_one_of_them_once():
+    merged = f"zero3(2, min_num_params={3 * UNIT // 4})"
+    assert sent(merged, m=2) == sent("zero3(2)", m=2)
+    assert sent(merged, tied=True) == [Fraction(1, 2) * 3 * 2 * UNIT] * 2
+
+
 def test_solo_sends_nothing():
     assert sent("solo") == [0]
 

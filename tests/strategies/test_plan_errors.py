@@ -126,7 +126,17 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, message):
         ),
         (
             "zero(2, level=3, persistence_threshold=-1)",
-            "persistence_threshold=-1 is a number of elements; give 0 to shard all weights, or more",
+            "persistence_threshold=-1 is a number of elements; give 0, which is as without it, or more",
+        ),
+        (
+            "zero(2, level=1, min_num_params=100)",
+            "zero(..., level=1) does not shard weights, so all of them stay whole; leave out min_num_params, or give "
+            "level=3",
+        ),
+        (
+            "pipeline(2) * zero(2, level=3, min_num_params=100)",
+            "zero(2, level=3, min_num_params=100) merges the blocks that the stages of pipeline(2) are made of; leave "
+            "out min_num_params",
         ),
         (
             "zero(2, level=2, persistence_threshold=100)",

@@ -293,6 +293,29 @@ class ModelSpec:
         """Whether ranks sum gradients in a narrower dtype than their own."""
         return any(param.element_bytes("reduced_grad") < param.item_bytes for param in self.params)
 
+    def merge_blocks(self, min_num_params: int) -> ModelSpec:
+        """Return the model with adjacent blocks merged until each has this many elements of parameters of its own.
+
+        Blocks are merged from the first on, so that the last one may have fewer. Tensor-parallel blocks stay alone.
+
+        Example:
+            >>> merged = linear_chain(5, width=8).merge_blocks(128)
+            >>> [block.name for block in merged.blocks]
+            ['block0..block1', 'block2..block3', 'block4']
+        """
+        elements = {param.name: param.num_elements for param in self.params}
+        blocks: list[Block] = []
+        num_own = 0  # elements of the last block that no block before it reads
+        for block in self.blocks:
+            own = sum(elements.pop(name, 0) for name in block.params)
+            if blocks and num_own < min_num_params and blocks[-1].tp_degree == block.tp_degree == 1:
+                blocks[-1] = replace(blocks[-1], layers=blocks[-1].layers + block.layers)
+                num_own += own
+            else:
+                blocks.append(block)
+                num_own = own
+        return replace(self, blocks=tuple(blocks))
+
     def split_out_tp_blocks(self, dims: tuple[str, ...], tp_degree: int) -> ModelSpec:
         """Return the model with every layer that can be sharded along one of ``dims`` as a block of its own."""
         blocks: list[Block] = []

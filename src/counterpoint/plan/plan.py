@@ -92,6 +92,7 @@ class Plan:
                     "comes after it; write it last"
                 )
         self._require_one_pipeline()
+        self._require_stages_of_given_blocks()
         self._require_async_pipeline_alone()
         require_pass_names(self.passes)
         for name in self.passes:
@@ -107,6 +108,15 @@ class Plan:
                 f"{' * '.join(map(str, pipelines))} has {len(pipelines)} pipelines, and a plan can have one; give it "
                 f"all stages, pipeline({num_stages}), or write data(...) instead of one of them"
             )
+
+    def _require_stages_of_given_blocks(self) -> None:
+        merging = [one for one in self.strategies if isinstance(one, Zero) and one.min_num_params]
+        for pipeline in self.strategies:
+            if isinstance(pipeline, Pipeline) and pipeline.degree > 1 and merging:
+                raise PlanError(
+                    f"{merging[0]} merges the blocks that the stages of {pipeline} are made of; leave out "
+                    "min_num_params"
+                )
 
     def _require_async_pipeline_alone(self) -> None:
         for index, pipeline in enumerate(self.strategies):

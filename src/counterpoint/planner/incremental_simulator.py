@@ -419,11 +419,12 @@ class IncrementalSimulator:
 
     def _model_cache(self, plan: Plan, parts: PlanParts, prepared: ModelSpec) -> PlanModelCache:
         """Return the cache of a plan's model; plans with equal blocks and microbatches share it."""
-        key = (id(prepared), parts.tensor, parts.pipeline)
+        merging = tuple(one for one in parts.replicas if isinstance(one, Zero) and one.min_num_params)
+        key = (id(prepared), parts.tensor, parts.pipeline, merging)
         if key not in self.models:
             model = prepared
             inner = (*parts.tensor, parts.pipeline) if parts.pipeline is not None else parts.tensor
-            for strategy in inner:
+            for strategy in (*inner, *merging):
                 model = strategy.split_model(model)
             equal_models = (cached for cached in self.models.values() if cached == model)
             self.models[key] = next(equal_models, model)

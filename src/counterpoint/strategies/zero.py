@@ -66,6 +66,8 @@ class Zero(Strategy):
             backward; ``off`` gathers them once in a step, and frees them after their last backward.
         persistence_threshold: at level 3, weights of units of at most so many elements stay whole on every rank, and
             are gathered once in a step, after the update. Gradients and states are shards as those of other units.
+        min_num_params: at level 3, adjacent blocks are merged until their weights have at least so many elements, and
+            are then gathered, run and reduced as one.
         name: the strategy as the user wrote it, for errors, if it is part of another one.
 
     Cost:
@@ -86,6 +88,7 @@ class Zero(Strategy):
     level: Literal[1, 2, 3] = 1
     reshard_after_forward: Literal["on", "off"] = "on"
     persistence_threshold: int = 0
+    min_num_params: int = 0
     name: str = field(default="", compare=False, repr=False)
 
     axis: ClassVar[str] = "zero"
@@ -103,26 +106,33 @@ class Zero(Strategy):
                 f"zero(..., level={self.level}) does not shard weights, so there is nothing to reshard; leave out "
                 "reshard_after_forward, or give level=3"
             )
-        if self.persistence_threshold < 0:
-            raise PlanError(
-                f"persistence_threshold={self.persistence_threshold} is a number of elements; give 0 to shard all "
-                "weights, or more"
-            )
-        if self.persistence_threshold and self.level != 3:
-            raise PlanError(
-                f"zero(..., level={self.level}) does not shard weights, so all of them stay whole; leave out "
-                "persistence_threshold, or give level=3"
-            )
+        for option, number in self._numbers.items():
+            if number < 0:
+                raise PlanError(f"{option}={number} is a number of elements; give 0, which is as without it, or more")
+            if number and self.level != 3:
+                raise PlanError(
+                    f"zero(..., level={self.level}) does not shard weights, so all of them stay whole; leave out "
+                    f"{option}, or give level=3"
+                )
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        """The options of level 3 that are numbers of elements."""
+        return {"persistence_threshold": self.persistence_threshold, "min_num_params": self.min_num_params}
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        changed = changed_options(self, "reshard_after_forward", "persistence_threshold")
+        changed = changed_options(self, "reshard_after_forward", *self._numbers)
         return self.name or format_term("zero", self.degree, [f"level={self.level}", *changed])
 
     @property
     def granularity(self) -> Granularity:
         """How finely the model should be split."""
         return "prefer_blocks" if self.level == 3 else "whole"
+
+    def split_model(self, model: ModelSpec) -> ModelSpec:
+        """Return the model with small blocks merged, if the strategy asks for it."""
+        return model.merge_blocks(self.min_num_params) if self.min_num_params else model
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program for ``degree`` replicas with one shard each.

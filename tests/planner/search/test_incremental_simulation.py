@@ -19,6 +19,7 @@ from tests.model.profiles import build_profile, layer_profile
 from tests.planner.search.spaces import COPIES, FLAT, HOSTS, MODELS, random_plans
 
 BATCH = 48
+OPTIONS = ("reshard_after_forward=off", "persistence_threshold=4096", "min_num_params=9000")
 
 
 def timed(count, plan):
@@ -70,7 +71,7 @@ def test_plans_for_a_profiled_model_are_partitioned_by_its_seconds_and_take_them
     pieces = [layer_profile(1e-3 * (1 + at), 2e-3) for at in range(len(model.layers))]
     timing = build_profile(model, pieces, overheads=Overheads(1e-4, 2e-4))
     replay = IncrementalSimulator(model, (FLAT,), 48, timing)
-    zero = [f"zero(4, level=3, {option})" for option in ("reshard_after_forward=off", "persistence_threshold=4096")]
+    zero = [f"zero(4, level=3, {option})" for option in OPTIONS]
     for text in ("solo", "pipeline(2) * data(2)", "pipeline(4)", "zero(4, level=3)", *zero):
         for count in (1, 4):
             plan = Plan.parse(text, num_microbatches=count)

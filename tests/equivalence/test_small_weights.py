@@ -1,4 +1,4 @@
-"""Small weights that stay whole under ZeRO's level 3 change no number, with any of its other options."""
+"""What level 3 of ZeRO does with small weights changes no number: they stay whole, or are gathered with others."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from torch import nn
 from counterpoint.program.units import freed_weights
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import TrainConfig, make_parity_model, plan_for
-from tests.training.trainers import build_seeded, fit, max_difference
+from tests.training.trainers import build_seeded, fit, max_difference, mlp
 
 THRESHOLDS = {"mlp": 216, "cnn": 100, "gpt": 1000, "adapter": 40}
 """Elements of the largest unit that stays whole: in each model some do and some do not."""
@@ -71,5 +71,32 @@ def test_compositions_end_where_one_device_ends(plan):
     zero = "zero(2, level=3, persistence_threshold=50)"
     weights, history = fit("solo")
     found, other = fit(plan.format(zero=zero))
+    assert max_difference(found, weights) <= 1e-12
+    assert other.losses == pytest.approx(history.losses, rel=1e-12)
+
+
+@pytest.mark.long(quick=["gpt-True"])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_merged_blocks_end_where_one_device_ends(name, keeps):
+    option = f", reshard_after_forward=off, persistence_threshold={THRESHOLDS[name]}" if keeps else ""
+    plan = f"zero(2, level=3, min_num_params=300{option}) + overlap + prefetch"
+    assert parity.check_parity(name, plan).worst <= parity.TOLERANCE
+
+
+@pytest.mark.long(quick=["adapter"])
+@pytest.mark.parametrize(
+    ("plan", "build"),
+    [
+        ("zero(2, level=3, min_num_params=100)", adapter),
+        ("zero(2, level=3, min_num_params=100) * data(2)", mlp),
+        ("tensor(2) * zero(2, level=3, min_num_params=100)", mlp),
+        ("zero(2, level=3, min_num_params=100) + overlap + recompute", mlp),
+    ],
+    ids=["adapter", "data", "tensor", "recompute"],
+)
+def test_merged_blocks_of_other_plans_end_there_too(plan, build):
+    weights, history = fit("solo", build())
+    found, other = fit(plan, build())
     assert max_difference(found, weights) <= 1e-12
     assert other.losses == pytest.approx(history.losses, rel=1e-12)
