@@ -13,6 +13,7 @@ from torch.func import functional_call
 import counterpoint as cp
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.partitioning.module_casts import ModuleCasts
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.testing.device_survey import (
     MODEL_PLANS,
     PLANS,
@@ -244,6 +245,25 @@ def test_a_hook_that_fails_before_a_forward_leaves_the_casts_as_they_were():
     fail.remove()
     assert torch.equal(model(x), normed_by_hand(model, x, norm_dtype=torch.float32).float())
     assert model.first.weight.dtype == torch.float32
+    casts.remove()
+
+
+class DependsOnValues(Normed):
+    """A forward that cannot be traced, because it depends on the values of a tensor."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(-hidden if float(hidden.detach().sum()) > 1e9 else hidden)
+
+
+def test_a_trace_that_an_error_ends_leaves_the_casts_as_they_were():
+    """Hooks of modules were not called after it, so that reads outside of forwards were cast, and copies failed."""
+    model = DependsOnValues()
+    casts = ModuleCasts(model, Precision("bf16"))
+    with pytest.raises(cp.PlanError, match="tracing the model stopped"):
+        TracedPartition(model, (torch.randn(2, 8),))
+    assert model.first.weight.dtype == torch.float32
+    assert copy.deepcopy(model)(torch.randn(2, 8)).dtype == torch.float32
     casts.remove()
 
 

@@ -50,6 +50,7 @@ class RunningForward:
     def __init__(self) -> None:
         self.depth = 0
         self.casts: list[tuple[str, Tensor]] = []  # with the names of their parameters
+        self.hooks: list[ModuleHooks] = []  # of its modules
 
     def enter(self) -> None:
         """Begin the call of a module."""
@@ -72,6 +73,14 @@ class RunningForward:
                     "it, so that the change would be lost; make it a buffer, which is not cast, or give "
                     "cp.Precision(..., autocast=True)"
                 )
+
+
+    def abort(self) -> None:
+        """Forget the calls that an error has ended without hooks."""
+        self.depth = 0
+        self.casts.clear()
+        for hooks in self.hooks:
+            hooks.num_calls = 0
 
 
 class CastParameters(dict[str, "nn.Parameter | None"]):
@@ -194,6 +203,7 @@ class ModuleHooks:
     ) -> None:
         self.forward, self.inputs, self.outputs = forward, inputs, outputs
         self.num_calls = 0  # of the module that run now
+        forward.hooks.append(self)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Begin the module's forward; return its inputs."""
@@ -211,14 +221,28 @@ class ModuleHooks:
         if self.num_calls == 0:  # another hook has raised an error before the forward began here
             return None
         self.num_calls -= 1
-        state = vars(module)
-        if isinstance(module, nn.RNNBase):
-            params = dict(state["_parameters"].raw_items())
-            state["_flat_weights"] = [params[name] for name in state["_flat_weights_names"]]
-        elif isinstance(module, TABLES):
-            state["_parameters"].is_lookup = False
+        restore_reads(module)
         self.forward.leave()
         return apply_casts(self.outputs, output) if self.outputs and output is not None else None
+
+
+def restore_reads(module: nn.Module) -> None:
+    """Let a module with casts read its parameters as outside of a forward."""
+    state = vars(module)
+    if isinstance(module, nn.RNNBase):
+        params = dict(state["_parameters"].raw_items())
+        state["_flat_weights"] = [params[name] for name in state["_flat_weights_names"]]
+    elif isinstance(module, TABLES):
+        state["_parameters"].is_lookup = False
+
+
+def abort_forward(model: nn.Module) -> None:
+    """Forget the forward of a model that an error has ended while torch traced it: then no hook runs after an error."""
+    for module in model.modules():
+        table = vars(module)["_parameters"]
+        if isinstance(table, CastParameters):
+            restore_reads(module)
+            table.forward.abort()
 
 
 def apply_casts(casts: Sequence[CastFn], values: Any) -> Any:  # noqa: ANN401 - any nest

@@ -37,6 +37,7 @@ from counterpoint.partitioning.dry_run import (
 )
 from counterpoint.partitioning.fx_ops import note_bodies
 from counterpoint.partitioning.input_shapes import lift_sizes
+from counterpoint.partitioning.module_casts import abort_forward
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE
 from counterpoint.partitioning.partitioned_model import canonical_names
 from counterpoint.partitioning.pytree import TensorTree, register_dataclasses, strip_unknown_leaves
@@ -285,6 +286,7 @@ def export_graph(
                 )
             module = program.module()
         except Exception as error:
+            abort_forward(model)
             created.require_none()
             detector.require_no_differentiation(model)
             raise_batch_norm_error(error, f"{type(model).__name__}, traced on an example microbatch")
