@@ -10,6 +10,12 @@ from torch import nn
 import counterpoint as cp
 from counterpoint.fabric.gloo.ops import ScratchPool
 from counterpoint.launchers.environment import detect
+from counterpoint.training.between_steps.stale_weights import (
+    StaleTensor,
+    WithoutOwnGrad,
+    get_own_grad,
+    without_stale_reads,
+)
 from counterpoint.training.distributed_world import open_world
 
 WIDTH, NUM_LAYERS = 512, 6
@@ -21,36 +27,56 @@ def make_model():
     return nn.Sequential(*(layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
 
-def live_bytes():
-    """Return the bytes of all storages that a tensor of this process refers to."""
+def live_bytes(released=()):
+    """Return the bytes of all storages that a tensor of this process refers to, also one whose values are stale.
+
+    Args:
+        released: tensors whose memory was never written to.
+    """
     gc.collect()
-    tensors = [one for one in gc.get_objects() if type(one) in {torch.Tensor, nn.Parameter}]
-    grads = [one.grad for one in tensors if one.is_leaf and one.grad is not None]
-    storages = [one.untyped_storage() for one in (*tensors, *grads) if one.layout == torch.strided and one.is_cpu]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    without_pages = {id(one) for one in released}
+    kinds = (StaleTensor, WithoutOwnGrad)
+    found = [
+        one
+        for one in gc.get_objects()
+        if (type(one) in {torch.Tensor, nn.Parameter} or issubclass(type(one), kinds)) and id(one) not in without_pages
+    ]
+    with without_stale_reads():
+        tensors = [one for one in found if one.layout == torch.strided and one.is_cpu]
+        grads = [grad for one in tensors if one.is_leaf and (grad := get_own_grad(one)) is not None]
+        storages = [one.untyped_storage() for one in (*tensors, *grads)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def measure(plans, transport):
+def measure(plans, transport, precision=None):
     """Return for each plan what is live between two steps, and what gloo's pool has, in sizes of the model."""
     detected = detect()
     assert detected is not None, "a launcher has started the ranks"
     environment = replace(detected, transport=transport)
-    return [measure_plan(plan, environment) for plan in plans]
+    return [measure_plan(plan, environment, precision) for plan in plans]
 
 
-def measure_plan(plan, environment):
+def measure_plan(plan, environment, precision):
     world = open_world(environment, environment.world_size, 60.0)
     pool = getattr(world.fabrics[0], "scratch_pool", ScratchPool())
     before = live_bytes() - pool.num_bytes
     optimizer = torch.optim.Adam((model := make_model()).parameters())
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     step = cp.parallelize(
-        model, optimizer, F.mse_loss, strategy=plan, share_params_on_host=False, environment=environment
+        model,
+        optimizer,
+        F.mse_loss,
+        strategy=plan,
+        share_params_on_host=False,
+        environment=environment,
+        precision=precision,
     )
     with step:
         for _ in range(3):
             step(x, y)
         pooled = pool.num_bytes
-        live = live_bytes() - pooled - before
+        released = step.local_ranks.released_params
+        live = live_bytes([one for name, one in released.params.items() if released.is_released(name)])
+        live -= pooled + before
         step(x, y)
     return [live / MODEL_BYTES, pooled / MODEL_BYTES]

@@ -1,4 +1,4 @@
-"""Weights that only ranks in other processes train: no memory between steps, and whole again where they come back."""
+"""Weights that the rank of a process does not read: no memory between steps, and whole again where they come back."""
 
 from functools import partial
 
@@ -88,9 +88,19 @@ def keep():
         return kinds(model)
 
 
+def shard():
+    """Return the weights before, between and after steps in which ranks train shards, and those given back."""
+    model, seen = wide(), []
+    with begin(model, "zero(2, level=3)") as step:
+        for _ in range(3):
+            seen.append(kinds(model))
+            step(*batch())
+    return seen, params_of(model)
+
+
 def tell():
     """Return all of these, in one start of the processes; the failing one ends their connection."""
-    return train(), measure(), keep(), fail()
+    return train(), measure(), keep(), shard(), fail()
 
 
 @pytest.fixture(scope="module")
@@ -133,19 +143,28 @@ def test_a_model_that_was_only_measured_stays_as_it_was(results_by_rank, rank):
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_tied_and_frozen_ones_stay(results_by_rank, rank):
-    assert results_by_rank[rank][2] == ["numbers", "numbers"]
+def test_tied_ones_are_trained_in_flat_memory_and_frozen_ones_stay(results_by_rank, rank):
+    assert results_by_rank[rank][2] == ["zeros", "numbers"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_train_shards_hold_no_whole_weights(results_by_rank, rank):
+    """The model's own parameters had 4 bytes of each weight in every process, beside the shards."""
+    seen, given = results_by_rank[rank][3]
+    assert seen == [["numbers"] * 2, ["zeros"] * 2, ["zeros"] * 2]
+    assert max_difference(given, alone()[-1]) <= TOLERANCE
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_run_leaves_nan_and_a_note(results_by_rank, rank):
-    weights, notes = results_by_rank[rank][3]
+    weights, notes = results_by_rank[rank][4]
     lost = WEIGHTS[1 - rank]
     assert weights[1 - rank] == "nan"
     assert weights[rank] == "numbers"
     assert any(
-        note.startswith(f"{lost} of the model, which only ranks in other processes train, are nan") for note in notes
+        note.startswith(f"{lost} of the model, which no rank of this process trains whole, are nan") for note in notes
     )
 
 

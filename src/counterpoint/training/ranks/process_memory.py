@@ -1,4 +1,4 @@
-"""Memory of a training process: freed memory that stays mapped, and parameters that only other processes train."""
+"""Memory of a training process: freed memory that stays mapped, and parameters of the model that ranks do not read."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ MIN_BYTES = 64 << 10
 
 
 class ReleasedParameters:
-    """Parameters that only ranks in other processes train; their memory is released during training.
+    """Parameters that the rank of this process does not read; their memory is released during training.
 
-    Every process builds the whole model and trains some stages of it. Its copy of the other stages becomes stale with
-    the first step, and is overwritten when the weights are exported. From the first step until then these parameters
-    are zeros in memory of the right size that was never written to: the kernel allocates pages at the first write.
+    Every process builds the whole model, and trains some stages of it, shards, or weights in flat memory. The model's
+    own become stale with the first step, and are overwritten when the weights are exported. From the first step until
+    then these parameters are zeros in memory of the right size that was never written to: the kernel allocates pages at
+    the first write.
 
     Args:
         params: the parameters by name; small ones, and those in memory that others use too, are kept.
@@ -64,7 +65,7 @@ class ReleasedParameters:
 
     @staticmethod
     def for_ranks(model: nn.Module, ranks: Mapping[int, RankRuntime], spec: ModelSpec) -> ReleasedParameters:
-        """Return the parameters that ranks in other processes train.
+        """Return the parameters of which the rank of this process has another copy, a shard, or nothing.
 
         Args:
             model: the user's model.
@@ -74,9 +75,16 @@ class ReleasedParameters:
         """
         if len(ranks) > 1:
             return ReleasedParameters({})
-        local_names = {name for rank in ranks.values() for name in rank.interpreter.store.params}
-        remote_names = {name for names in spec.units.values() for name in names} - local_names
-        return ReleasedParameters({name: param for name, param in model.named_parameters() if name in remote_names})
+        (rank,) = ranks.values()
+        addresses = {name: param.data_ptr() for name, param in rank.interpreter.store.params.items()}
+        trained = {name for names in spec.units.values() for name in names}
+        return ReleasedParameters(
+            {
+                name: param
+                for name, param in model.named_parameters()
+                if name in trained and param.data_ptr() != addresses.get(name)
+            }
+        )
 
     def release(self) -> None:
         """Drop the values of the parameters, and free their memory."""
@@ -100,9 +108,9 @@ class ReleasedParameters:
             self.params[name].detach().fill_(torch.nan)
         if names and error is not None:
             error.add_note(
-                f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model, which only "
-                "ranks in other processes train, are nan here, because the run ended before they were exported; load "
-                "a checkpoint (resume=...), or build the model again"
+                f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model, which no "
+                "rank of this process trains whole, are nan here, because the run ended before they were exported; "
+                "load a checkpoint (resume=...), or build the model again"
             )
 
 
