@@ -44,6 +44,7 @@ def bytes_per_parameter(plan, num_ranks, **options):
         (None, 4 + 4 + 8),
         ("bf16", 4 + 4 + 8 + 2),
         ("bf16(reduce=bf16)", 4 + 4 + 8 + 2),
+        ("bf16(reduce=bf16, weights=compute)", 2 + 2 + 12 + 4),
     ],
 )
 def test_float32_has_16_bytes_and_bf16_with_float32_masters_18(precision, expected):

@@ -29,6 +29,29 @@ FORMULAS = {
 }
 
 
+MASTERS = "bf16(reduce=bf16, weights=compute)"
+# Bytes of weights, gradients, and master weights with two moments, for each parameter.
+BYTES = {
+    2: {"data(2)": 2 + 2 + 12, "zero(2, level=1)": 2 + 2 + 12 / 2, "zero(2, level=2)": 2 + 2 / 2 + 12 / 2},
+    4: {
+        "zero(4, level=1)": 2 + 2 + 12 / 4,
+        "zero(4, level=2)": 2 + 2 / 4 + 12 / 4,
+        "zero(2, level=2) * data(2)": 2 + 2 / 2 + 12 / 2,
+        "pipeline(2) * zero(2, level=1)": (2 + 2 + 12 / 2) / 2,
+    },
+}
+
+
+@pytest.mark.long(quick=["2"])
+@pytest.mark.parametrize("num_ranks", BYTES)
+def test_processes_have_the_bytes_of_the_table_of_zero_with_master_weights(num_ranks):
+    formulas = BYTES[num_ranks]
+    for measured in run_forked(measure, ranks=num_ranks, args=[list(formulas), "gloo", MASTERS]):
+        assert isinstance(measured, list), measured
+        live = {plan: 4 * one for plan, (one, _) in zip(formulas, measured, strict=True)}
+        assert live == pytest.approx(formulas, rel=0.02)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -22,9 +22,17 @@ def train(plan, precision):
     return [losses, [value.double().flatten().tolist() for value in model.state_dict().values()]]
 
 
-@pytest.mark.long(quick=["fp32(reduce=fp16)-zero(2, level=3)", "fp32(reduce=bf16)-data(2)"])
-@pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=3)"])
-@pytest.mark.parametrize("precision", ["fp32(reduce=bf16)", "fp32(reduce=fp16)"])
+MASTERS = "fp16(reduce=fp16, weights=compute)"
+
+
+@pytest.mark.long(
+    quick=["fp32(reduce=fp16)-zero(2, level=3)", "fp32(reduce=bf16)-data(2)", f"{MASTERS}-zero(2, level=2)"]
+)
+@pytest.mark.parametrize(
+    ("precision", "plan"),
+    [(text, plan) for text in ("fp32(reduce=bf16)", "fp32(reduce=fp16)") for plan in ("data(2)", "zero(2, level=3)")]
+    + [(MASTERS, plan) for plan in ("zero(2, level=1)", "zero(2, level=2)")],
+)
 def test_processes_have_the_bits_of_ranks_in_one_process(plan, precision):
     expected = train(plan, precision)
     assert run_forked(train, ranks=2, args=(plan, precision)) == [expected] * 2

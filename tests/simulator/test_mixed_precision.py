@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from counterpoint.compiler.compile import compile as compile_plan, message_size_fn
+from counterpoint.model.precision import parse_precision
 from counterpoint.model.spec import Block, ModelSpec, linear_chain
 from counterpoint.plan.plan import Plan
 from counterpoint.simulator.cost_model import analytic_costs
@@ -17,9 +18,9 @@ BLOCKS = 4
 CASTS = {"cast_bytes": 2, "gathers_cast": True}
 
 
-def chain(num_blocks, **held):
+def chain(num_blocks, *, precision=None, **held):
     """Return equal blocks without activations, whose parameters are held as given."""
-    model = linear_chain(num_blocks)
+    model = linear_chain(num_blocks, precision=parse_precision(precision))
     blocks = (
         Block(tuple(replace(layer, output_bytes=0, tp=None) for layer in block.layers), block.first_layer)
         for block in model.blocks
@@ -159,3 +160,23 @@ def test_states_take_the_gigabytes_of_the_table_of_zero(weight_bytes, state_byte
     plans = ["data(64)", *(f"zero(64, level={level})" for level in (1, 2, 3))]
     states = [2 * peak_per_element(plan, 2, **held) - peak_per_element(plan, 1, **held) for plan in plans]
     assert tuple(f"{7.5 * state:.1f}" for state in states) == GIGABYTES[weight_bytes, state_bytes]
+
+
+MASTERS = "bf16(reduce=bf16, weights=compute)"
+"""The precision of the first row; at level 3 ranks shard weights in float32, as in the second row."""
+
+
+@pytest.mark.parametrize("plan", ["data(64)", "zero(64, level=1)", "zero(64, level=2)"])
+def test_a_precision_that_runs_have_takes_the_gigabytes_of_the_table_of_zero(plan):
+    """No rank holds casts beside weights in 2 bytes."""
+    one, two = (peak_per_element(plan, num_blocks, precision=MASTERS) for num_blocks in (1, 2))
+    expected = dict(zip(("data(64)", "zero(64, level=1)", "zero(64, level=2)"), GIGABYTES[2, 12], strict=False))
+    assert f"{7.5 * (2 * two - one):.1f}" == expected[plan]
+
+
+@pytest.mark.parametrize(("plan", "sent"), [("data(4)", 4), ("zero(4, level=1)", 4), ("zero(4, level=2)", 4)])
+def test_master_weights_halve_the_gather_after_the_update_too(plan, sent):
+    """In bytes per element and (n-1)/n; with gradients in bf16 alone, level 1 and 2 gather 4 bytes."""
+    bytes_sent = {text: compile_chain(plan, precision=text).sent_bytes() for text in (MASTERS, "bf16(reduce=bf16)")}
+    per_element = {text: float(max(found)) / ELEMENTS / BLOCKS / (3 / 4) for text, found in bytes_sent.items()}
+    assert per_element == {MASTERS: sent, "bf16(reduce=bf16)": 4 if "data" in plan else 6}

@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -337,6 +338,46 @@ def test_checkpoints_have_the_weights_in_their_own_dtype(tmp_path):
     torch.testing.assert_close(resumed, expected, rtol=1e-12, atol=1e-12)
 
 
+MASTERS, REDUCED = "bf16(reduce=bf16, weights=compute)", "bf16(reduce=bf16)"
+
+
+@pytest.mark.long(quick=["zero(2, level=2)-data(2)"])
+@pytest.mark.parametrize(
+    ("plan", "other"),
+    [
+        ("zero(2, level=2)", "data(2)"),
+        ("zero(2, level=1)", "zero(2, level=3)"),
+        ("zero(2, level=3)", "zero(2, level=1)"),
+    ],
+)
+def test_a_run_with_master_weights_continues_one_of_another_plan_and_precision(plan, other, tmp_path):
+    def fit(strategy, precision, epochs, **options):
+        with make_trainer(strategy, precision=precision, seed=3, num_microbatches=1) as trainer:
+            trainer.fit(dataset(), batch_size=12, epochs=epochs, **options)
+            return state_of(trainer.model)
+
+    first, second = (REDUCED if "level=3" in one or "data" in one else MASTERS for one in (plan, other))
+    fit(plan, first, 1, checkpoint_dir=tmp_path)
+    resumed = fit(other, second, 2, checkpoint_dir=tmp_path, resume="auto")
+    assert equal_bits(resumed, fit("data(2)", REDUCED, 2))
+    assert {value.dtype for value in resumed.values()} == {torch.float64}
+
+
+def test_a_model_whose_ranks_hold_narrow_weights_is_read_and_written_in_its_own_dtype():
+    read = []
+    for precision in (MASTERS, REDUCED):
+        step, model = make_step("mlp", "zero(2, level=2)", "cpu", precision=precision)
+        with step:
+            for batch in islice(batches("mlp"), 2):
+                step(*batch)
+                read.append(state_of(model))
+                with step.full_weights(writeback=True) as whole, torch.no_grad():
+                    next(whole.parameters()).mul_(0.5)
+        read.append(state_of(model))
+    assert all(map(equal_bits, read[:3], read[3:]))
+    assert {value.dtype for value in read[0].values()} == {torch.float64}
+
+
 def test_the_model_is_as_before_when_the_run_ends_or_cannot_be_built():
     model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
     step = cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, precision="bf16")
@@ -369,6 +410,12 @@ def test_the_model_is_as_before_when_the_run_ends_or_cannot_be_built():
         ("fp32(autocast=true)", "autocast computes in bf16 or fp16; give one of them, or fp32 without autocast"),
         ("bf16(autocast=true, output=compute)", "autocast has its own rules for norms and outputs; omit norms and "),
         ("b" * 1000, "cannot be read"),
+        ("bf16(weights=bf16)", "weights='bf16' is not fp32 or compute"),
+        ("bf16(weights=compute)", "ranks sum them in it; write bf16(reduce=bf16, weights=compute), or omit weights"),
+        ("fp16(reduce=bf16, weights=compute)", "write fp16(reduce=fp16, weights=compute), or omit weights"),
+        ("fp32(reduce=bf16, weights=compute)", "weights=compute is for modules that are cast to bf16 or fp16"),
+        ("bf16(autocast=true, reduce=bf16, weights=compute)", "without autocast and rounding, or omit weights"),
+        ("bf16(rounding=stochastic, reduce=bf16, weights=compute)", "and keeps master weights; write bf16(reduce=bf16"),
     ],
 )
 def test_a_wrong_precision_is_an_error_that_says_what_to_write(precision, text):
@@ -438,7 +485,8 @@ def make_step_of(plan, **options):
 
 
 @pytest.mark.parametrize(
-    "text", ["bf16", "fp32(reduce=fp16)", "fp16(autocast=true)", "bf16(norms=compute, output=compute, reduce=bf16)"]
+    "text",
+    ["bf16", "fp32(reduce=fp16)", "fp16(autocast=true)", "bf16(norms=compute, output=compute, reduce=bf16)", MASTERS],
 )
 def test_the_text_of_a_precision_is_read_as_it_is_written(text):
     assert str(parse_precision(text)) == text

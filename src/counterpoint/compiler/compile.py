@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import reduce
 
 from counterpoint.compiler.gather_outputs import gather_outputs
-from counterpoint.compiler.narrow_reductions import require_sums_in_narrow_dtype
+from counterpoint.compiler.narrow_reductions import require_shards_of_masters, require_sums_in_narrow_dtype
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.prefetch import estimate_prefetch, prefetch
 from counterpoint.compiler.recompute import recompute
@@ -153,6 +153,7 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         before, program = program, prefetch(program)
         cost = estimate_prefetch(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
     require_sums_in_narrow_dtype(plan, program, cost, refined)
+    require_shards_of_masters(plan, program, refined)
     symbolic = SymbolicResult()
     if request.verified:
         sent = count_bytes(program, refined, samples)

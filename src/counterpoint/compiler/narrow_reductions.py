@@ -7,8 +7,28 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Collective
 from counterpoint.program.program import Program
+from counterpoint.program.units import freed_weights
 from counterpoint.strategies.replica_groups import receives_grad
 from counterpoint.strategies.strategy import CostEstimate
+
+
+def require_shards_of_masters(plan: Plan, program: Program, model: ModelSpec) -> None:
+    """Check that ranks keep whole weights, if the model's precision asks for master weights of what they update.
+
+    Args:
+        plan: that the program was compiled from.
+        program: of one kind of step.
+        model: says which parameters have master weights.
+
+    Raises:
+        PlanError: the plan frees weights, and keeps shards of them in their own dtype anyway.
+    """
+    if model.has_masters and freed_weights(one for _, one in program.instructions()):
+        raise PlanError(
+            f"precision with weights=compute is for whole weights, but under {plan} ranks keep shards of the weights "
+            "only, in the parameters' own dtype, and gather them in the dtype that modules compute in; drop weights, "
+            "or give zero(..., level=2)"
+        )
 
 
 def require_sums_in_narrow_dtype(plan: Plan, program: Program, cost: CostEstimate, model: ModelSpec) -> None:

@@ -8,8 +8,12 @@ master weights. Two ways to compute in a narrower dtype::
     autocast=False   modules       parameters and inputs of each module are cast, so that its operations compute in
                                    the narrower dtype; norms of torch.nn compute in float32
 
+With ``weights="compute"`` ranks hold what the model reads as casts, and its gradients, in the narrower dtype only, and
+master weights of what they update.
+
 Sources: "Mixed Precision Training" (Micikevicius et al., 2018); torch's ``MixedPrecisionPolicy`` of FSDP2 for casts of
-modules, with ``param_dtype`` as ``compute``, ``output_dtype`` as ``output`` and ``reduce_dtype`` as ``reduce``.
+modules, with ``param_dtype`` as ``compute``, ``output_dtype`` as ``output`` and ``reduce_dtype`` as ``reduce``; ZeRO
+(Rajbhandari et al., SC 2020, section 3.1) for ``weights``.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ class Precision:
         rounding: how updated weights are rounded, if the model's own are in bf16: ``nearest``, or ``stochastic``.
         reduce: dtype in which gradients travel and are summed over ranks: ``fp32``, ``bf16`` or ``fp16``. ``fp32``, and
             a dtype that is no narrower than a gradient, do not cast it.
+        weights: dtype of the whole weights and gradients that ranks hold of parameters that modules cast: ``fp32``,
+            which is the parameters' own, or ``compute``, with master weights of the part that a rank updates.
 
     Raises:
         PlanError: an argument has another value than those listed.
@@ -53,6 +59,7 @@ class Precision:
     output: str = "fp32"
     rounding: str = "nearest"
     reduce: str = "fp32"
+    weights: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.compute not in DTYPES:
@@ -61,7 +68,7 @@ class Precision:
             raise PlanError(f"reduce={shorten(repr(self.reduce))} is not one of {', '.join(DTYPES)}")
         if type(self.autocast) is not bool:
             raise PlanError(f"autocast={shorten(repr(self.autocast))} is not True or False")
-        for name in ("norms", "output"):
+        for name in ("norms", "output", "weights"):
             value = getattr(self, name)
             if value not in ("fp32", "compute"):
                 raise PlanError(f"{name}={shorten(repr(value))} is not fp32 or compute")
@@ -75,6 +82,26 @@ class Precision:
             raise PlanError("autocast computes in bf16 or fp16; give one of them, or fp32 without autocast")
         if self.autocast and (self.norms, self.output) != ("fp32", "fp32"):
             raise PlanError("autocast has its own rules for norms and outputs; omit norms and output, or autocast")
+        self._require_masters()
+
+    def _require_masters(self) -> None:
+        """Check that there can be master weights beside weights in the dtype of the forward.
+
+        Raises:
+            PlanError: there is no narrower dtype, gradients are summed in another one, or weights have no masters.
+        """
+        if self.weights == "fp32":
+            return
+        if not self.casts_modules or self.rounding != "nearest":
+            raise PlanError(
+                "weights=compute is for modules that are cast to bf16 or fp16, and keeps master weights; write "
+                "bf16(reduce=bf16, weights=compute), without autocast and rounding, or omit weights"
+            )
+        if self.reduce != self.compute:
+            raise PlanError(
+                f"weights=compute holds gradients in {self.compute}, and ranks sum them in it; write "
+                f"{self.compute}(reduce={self.compute}, weights=compute), or omit weights"
+            )
 
     def __str__(self) -> str:
         """Write it as :func:`parse_precision` reads it."""
@@ -94,6 +121,11 @@ class Precision:
     def casts_grads(self) -> bool:
         """Whether gradients are cast to a narrower dtype where they are summed over ranks."""
         return self.reduce != "fp32"
+
+    @property
+    def holds_casts(self) -> bool:
+        """Whether ranks hold what modules cast in the dtype of the forward, and master weights of what they update."""
+        return self.weights == "compute"
 
     @property
     def reduce_bytes(self) -> int | None:
@@ -126,7 +158,8 @@ def parse_precision(value: object) -> Precision | None:
 
     Example:
         >>> parse_precision("fp16(autocast=true)")
-        Precision(compute='fp16', autocast=True, norms='fp32', output='fp32', rounding='nearest', reduce='fp32')
+        Precision(compute='fp16', autocast=True, norms='fp32', output='fp32', rounding='nearest', reduce='fp32', \
+weights='fp32')
     """
     if value is None or isinstance(value, Precision):
         return value
@@ -137,10 +170,11 @@ def parse_precision(value: object) -> Precision | None:
     compute, texts = parse_option_text(
         "precision",
         value,
-        {"autocast", "norms", "output", "rounding", "reduce"},
+        {"autocast", "norms", "output", "rounding", "reduce", "weights"},
         known=known,
         rule=(
-            "the options are autocast=true, norms=compute, output=compute, rounding=stochastic and reduce=bf16 or fp16"
+            "the options are autocast=true, norms=compute, output=compute, rounding=stochastic, reduce=bf16 or fp16, "
+            "and weights=compute"
         ),
     )
     flags = {"true": True, "false": False}

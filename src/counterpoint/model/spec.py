@@ -38,6 +38,8 @@ class Param:
         gathers_cast: whether the model reads nothing but casts, so that ranks gather these where they free weights.
         state_bytes: bytes that the optimizer keeps for an element; None for Adam's states in the parameter's dtype.
         reduce_bytes: bytes of an element of its gradient where ranks sum it, if these are fewer; None for no cast.
+        master_bytes: bytes of an element of the master weights that a rank keeps of what it updates, if the weights
+            that it holds are narrower; 0 for none.
     """
 
     name: str
@@ -48,6 +50,11 @@ class Param:
     gathers_cast: bool = False
     state_bytes: int | None = None
     reduce_bytes: int | None = None
+    master_bytes: int = 0
+
+    def held_as_casts(self, cast_bytes: int) -> Param:
+        """Return the parameter as ranks hold it in the dtype of its casts, with master weights of what they update."""
+        return replace(self, item_bytes=cast_bytes, master_bytes=self.item_bytes, cast_bytes=0, gathers_cast=False)
 
     @property
     def num_elements(self) -> int:
@@ -69,6 +76,9 @@ class Param:
             >>> in_bf16 = Param("weight", (8, 8), cast_bytes=2, gathers_cast=True)
             >>> {name: in_bf16.element_bytes(name) for name in ("weight", "gathered_weight", "cast", "grad", "state")}
             {'weight': 4, 'gathered_weight': 2, 'cast': 2, 'grad': 4, 'state': 8}
+            >>> held_in_bf16 = Param("weight", (8, 8), item_bytes=2, master_bytes=4)
+            >>> {name: held_in_bf16.element_bytes(name) for name in ("weight", "cast", "grad", "state")}
+            {'weight': 2, 'cast': 0, 'grad': 2, 'state': 12}
         """
         match held_as:
             case "weight" | "grad" | "delayed_grad":
@@ -84,7 +94,8 @@ class Param:
             case "copied_grad":
                 return self.item_bytes if self.cast_bytes else 0
             case "state":
-                return ADAM_STATES * self.item_bytes if self.state_bytes is None else self.state_bytes
+                wide = self.master_bytes or self.item_bytes
+                return self.master_bytes + (ADAM_STATES * wide if self.state_bytes is None else self.state_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +301,13 @@ class ModelSpec:
 
     @property
     def casts_reductions(self) -> bool:
-        """Whether ranks sum gradients in a narrower dtype than their own."""
-        return any(param.element_bytes("reduced_grad") < param.item_bytes for param in self.params)
+        """Whether ranks sum gradients in a narrower dtype than that of the weights that are updated."""
+        return self.has_masters or any(param.element_bytes("reduced_grad") < param.item_bytes for param in self.params)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether ranks hold weights in a narrower dtype than the master weights that they update."""
+        return any(param.master_bytes for param in self.params)
 
     def merge_blocks(self, min_num_params: int) -> ModelSpec:
         """Return the model with adjacent blocks merged until each has this many elements of parameters of its own.
@@ -365,6 +381,8 @@ def linear_chain(
         )
         for name in dict.fromkeys(names)
     )
+    if precision is not None and precision.holds_casts:
+        params = tuple(param.held_as_casts(item_bytes) for param in params)
     blocks = []
     for index, name in enumerate(names):
         may_split = not (tied and index in {0, num_blocks - 1})

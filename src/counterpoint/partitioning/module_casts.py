@@ -74,7 +74,6 @@ class RunningForward:
                     "cp.Precision(..., autocast=True)"
                 )
 
-
     def abort(self) -> None:
         """Forget the calls that an error has ended without hooks."""
         self.depth = 0
@@ -146,8 +145,8 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
         if param.dtype != self.own_dtypes.get(name, param.dtype):
             raise DataError(
                 f"the forward reads {self.path}.{name} without a cast, as iterating over parameters() does, which it "
-                f"did not on the first batch, so that ranks have gathered it in {param.dtype}; read it by its "
-                "attribute, or give zero(..., level=2)"
+                f"did not on the first batch, so that ranks hold it, or have gathered it, in {param.dtype}; read it by "
+                "its attribute, or give zero(..., level=2) and a precision without weights=compute"
             )
         self.read_uncast.add(name)
 

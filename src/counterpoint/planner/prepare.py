@@ -177,7 +177,7 @@ def model_for(plan: Plan, model: ModelSpec, samples: int, profile: ModelProfile 
     """
     finest = _finest_model(plan, model)
     measured = finest if profile is None else profile.with_measured_costs(finest, samples)
-    return measured if plan.granularity != "whole" else as_single_block(measured)
+    return measured if plan.granularity != "whole" or model.has_masters else as_single_block(measured)
 
 
 def _finest_model(plan: Plan, model: ModelSpec) -> ModelSpec:
@@ -195,7 +195,7 @@ def storage_sizes(model: ModelSpec, samples: int, profile: ModelProfile | None =
     Without a profile, or where the model reads casts, which profiles are measured without, it saves the output of each
     of its layers.
     """
-    is_cast = any(param.cast_bytes for param in model.params)
+    is_cast = model.has_masters or any(param.cast_bytes for param in model.params)
     layer_times = profile.at_microbatch_size(samples) if profile is not None and not is_cast else None
 
     @cache

@@ -51,7 +51,6 @@ from counterpoint.runtime.commit.device_commit import (
     decide_on_device,
     first_nonfinite,
     gather_rows,
-    scale_grad,
 )
 from counterpoint.runtime.commit.replica_check import ReplicaChecksum
 from counterpoint.runtime.commit.step_commit import (
@@ -88,7 +87,7 @@ from counterpoint.runtime.fusion import (
 from counterpoint.runtime.loss.loss_reduction import PartTotal
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale, LossScaler
 from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource, commit_scope, compute_loss_factors
-from counterpoint.runtime.optimizer_spec import clip_by_value, squared_norm, squared_norm_tensor
+from counterpoint.runtime.optimizer_spec import squared_norm, squared_norm_tensor
 from counterpoint.runtime.params.grad_check import DeviceGradReport
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rank_state import CallTiming, RankState
@@ -652,15 +651,10 @@ class Interpreter:
     def clip_grads(self, scale: Tensor | float) -> None:
         """Scale all gradients that updates will use, then clip each element to the guard's value."""
         bound = self.guard.clip_value
-        is_scaled = isinstance(scale, Tensor) or scale != 1.0
-        if (not is_scaled and bound is None) or self.is_skipped():
+        if (not isinstance(scale, Tensor) and scale == 1.0 and bound is None) or self.is_skipped():
             return
         for unit in self.store.units.values():
-            for grad in unit.grads():
-                if is_scaled:
-                    scale_grad(grad, scale)
-                if bound is not None:
-                    clip_by_value(grad, bound)
+            unit.clip_grads(scale, bound)
 
     def pushed_values(self, unit: Unit) -> list[Tensor]:
         """Return what is pushed of a unit's gradient, without indices of rows."""

@@ -644,6 +644,15 @@ def _norm(grad: Tensor) -> Tensor:
     return norm
 
 
+def scale_grad(grad: Tensor, scale: Tensor | float) -> None:
+    """Multiply a gradient with a number, which is rounded to float32 at least, as numbers of the host are."""
+    if isinstance(scale, Tensor) and grad.dtype in {torch.float16, torch.bfloat16}:
+        values = grad._values() if grad.is_sparse else grad  # noqa: SLF001 - uncoalesced ones have no public name
+        values.copy_(values.float().mul_(scale))
+    else:
+        grad.mul_(scale)
+
+
 def clip_by_value(grad: Tensor, bound: float) -> None:
     """Clamp every element of a gradient to ``[-bound, bound]``; repeated rows of a sparse gradient are summed first."""
     if grad.is_sparse:

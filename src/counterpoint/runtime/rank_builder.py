@@ -20,6 +20,7 @@ from counterpoint.fabric.fabric import Fabric
 from counterpoint.model.dataflow import INPUT, assign_values_to_edges
 from counterpoint.model.spec import ModelSpec, Unit
 from counterpoint.partitioning.dry_run import assign_values
+from counterpoint.partitioning.module_casts import CastParameters
 from counterpoint.partitioning.partitioned_model import PartitionedModel, find_embedding_tables
 from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
@@ -94,7 +95,8 @@ class RunSpec:
         keeps_grads: whether ranks keep the gradients of a step until the next one.
         loss_params: evaluates the loss with a rank's parameters of it; None for one without.
         autocast: torch's dtype of an autocast around each step and evaluation; None for that of the caller.
-        read_dtypes: of parameters whose weights are freed after use, and which the model reads in a narrower dtype.
+        read_dtypes: of parameters that the model reads in a narrower dtype, if they are freed after use or held in it.
+        holds_casts: whether ranks hold these in that dtype, with master weights of what they update.
         rounds_stochastically: whether updated weights in bf16 are rounded so.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
         scaling_code: code of the model whose gradients are not proportional to those of its outputs; empty for none.
@@ -120,11 +122,17 @@ class RunSpec:
     rounds_stochastically: bool = False
     reduce_dtype: torch.dtype | None = None
     scaling_code: str = ""
+    holds_casts: bool = False
 
     @property
     def program(self) -> Program:
         """The program of the step variant that defines evaluation."""
         return self.step_variants[-1].program
+
+    @property
+    def trains_copies(self) -> bool:
+        """Whether ranks train parameters of their own, because they free them or hold them in another dtype."""
+        return self.holds_casts or bool(freed_weights(one for _, one in self.program.instructions()))
 
     @property
     def compressed_contributions(self) -> dict[tuple[Group, Unit], Sequence[Sequence[int]]]:
@@ -178,12 +186,10 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     params = build_local_params(
         run_spec.model_spec, partition, model, (rank_program.tp_rank, rank_program.tp_degree), needed, is_only=is_only
     )
-    own_buffers = isinstance(partition, WholeModel)
-    buffers = {name: buffer if own_buffers else buffer.clone() for name, buffer in model.named_buffers()}
     store = ParamStore(
         roles,
         params,
-        buffers,
+        build_local_buffers(partition, model),
         run_spec.model_spec.units,
         run_spec.optimizer_spec,
         fabric.empty if accelerator.is_host else lambda count, dtype: accelerator.empty(count, dtype=dtype),
@@ -195,7 +201,10 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         read_dtypes=run_spec.read_dtypes,
         rounding=StochasticRounding(run_spec.seed, rank_program.tp_rank) if run_spec.rounds_stochastically else None,
         reduce_dtype=run_spec.reduce_dtype,
+        holds_casts=run_spec.holds_casts,
     )
+    if isinstance(partition, WholeModel):
+        replace_params(model, params, store.params)
     bound_model = replace(
         bind_segments(run_spec, partition, instructions, training=True),
         num_loss_calls=count_loss_calls(run_spec.program, [rank] if is_only else range(fabric.num_ranks)),
@@ -317,13 +326,16 @@ class GradHookCheck:
         model: whose parameters may have hooks.
         partition: of it.
         plan: of the ranks.
+        trains_copies: whether ranks train parameters of their own.
     """
 
-    def __init__(self, model: nn.Module, partition: PartitionedModel, plan: Plan) -> None:
+    def __init__(
+        self, model: nn.Module, partition: PartitionedModel, plan: Plan, *, trains_copies: bool = False
+    ) -> None:
         self.params, self.plan = list(model.named_parameters()), plan
         self.tensors = [param for _, param in self.params]
         self.allowed: list[tuple[int, ...]] = []  # the ids of the hooks at the last call, of each parameter with some
-        self.are_called = plan.num_ranks == 1 and isinstance(partition, WholeModel)
+        self.are_called = plan.num_ranks == 1 and isinstance(partition, WholeModel) and not trains_copies
         self.is_exact = self.are_called and plan.global_num_microbatches == 1
 
     def require_none_unseen(self) -> None:
@@ -375,12 +387,15 @@ def bind_segments(
     run_spec: RunSpec, partition: PartitionedModel, instructions: Sequence[Any], *, training: bool
 ) -> BoundModel:
     """Return the functions of the blocks that a rank runs."""
-    segments = {}
+    segments, read_dtypes = {}, partition.read_dtypes(training=training)
     for first, stop in segment_boundaries(fuse(instructions)):
         blocks = run_spec.model_spec.blocks[first:stop]
         bounds = [(block.first_layer, block.first_layer + len(block.layers)) for block in blocks]
+        segment = partition.segment(bounds[0][0], bounds[-1][1], training=training)
+        if run_spec.holds_casts and not isinstance(partition, WholeModel):  # whose casts are checked when they are read
+            require_read_as_held(segment.params, read_dtypes, run_spec.read_dtypes)
         segments[first, stop] = replace(
-            partition.segment(bounds[0][0], bounds[-1][1], training=training),
+            segment,
             params=tuple(dict.fromkeys(name for block in blocks for name in block.params)),
             parts=tuple(partition.segment(*layers, training=training) for layers in bounds)
             if partition.compiles_blocks
@@ -402,9 +417,31 @@ def bind_segments(
         checks_loss_state=run_spec.checks_loss_state and training,
         gathers_outputs=any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions),
         autocast=run_spec.autocast,
-        read_dtypes=partition.read_dtypes(training=training),
         scaling_code=run_spec.scaling_code if training else "",
+        read_dtypes=read_dtypes,
     )
+
+
+def require_read_as_held(
+    names: Iterable[str], read_dtypes: Mapping[str, torch.dtype], held_dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Check that a mode of the model reads casts of the parameters that ranks hold as casts.
+
+    Args:
+        names: of the parameters that it reads.
+        read_dtypes: of those that it reads in the same narrower dtype everywhere.
+        held_dtypes: of those that ranks hold as casts.
+
+    Raises:
+        PlanError: it reads another one.
+    """
+    name = next((name for name in names if name in held_dtypes and read_dtypes.get(name) != held_dtypes[name]), None)
+    if name is not None:
+        raise PlanError(
+            f"the model reads {name} without a cast in evaluation, but not in training, so that with "
+            f"precision(weights=compute) ranks hold it in {held_dtypes[name]}; read it by its module's attribute, or "
+            "drop weights=compute"
+        )
 
 
 def find_freed_reads(
@@ -460,6 +497,29 @@ def build_local_params(
                 value if shares_memory else value.clone(), requires_grad=param.requires_grad
             )
     return local_params
+
+
+def build_local_buffers(partition: PartitionedModel, model: nn.Module) -> dict[str, Tensor]:
+    """Return a rank's buffers: the model's own if it is not partitioned, else copies."""
+    is_own = isinstance(partition, WholeModel)
+    return {name: buffer if is_own else buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def replace_params(model: nn.Module, old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
+    """Let modules have other parameters in the places of those that differ.
+
+    Args:
+        model: whose modules.
+        old: those that they have, by name.
+        new: the others, by the same names.
+    """
+    by_id = {id(param): new[name] for name, param in old.items() if new[name] is not param}
+    for module in model.modules() if by_id else ():
+        table = vars(module)["_parameters"]
+        items = table.raw_items() if isinstance(table, CastParameters) else table.items()
+        for name, param in list(items):
+            if id(param) in by_id:
+                table[name] = by_id[id(param)]
 
 
 def sliced_params(spec: ModelSpec) -> dict[str, tuple[int, int]]:

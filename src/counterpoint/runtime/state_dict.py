@@ -86,6 +86,7 @@ class ShardMap:
             split_size=optimizer_spec.split_size,
             merges_params=optimizer_spec.merges_params,
             read_dtypes=self.run_spec.read_dtypes,
+            holds_casts=self.run_spec.holds_casts,
         )
 
     def shard_owners(self) -> list[ShardOwner]:
@@ -178,11 +179,13 @@ def _assemble_params(
 def has_full_model(shard_map: ShardMap) -> bool:
     """Return whether every rank has all current weights, so that nothing has to be gathered.
 
-    True if ranks update whole units, or share units in memory; never with tensor parallelism or servers.
+    True if ranks update whole units, or share units in memory; never with tensor parallelism or servers, nor if ranks
+    hold casts.
     """
     run_spec = shard_map.run_spec
     if (
         shard_map.num_replicas > 1
+        or run_spec.holds_casts
         or sliced_params(run_spec.model_spec)
         or any(isinstance(instruction, ApplyPushes) for _, instruction in run_spec.program.instructions())
     ):

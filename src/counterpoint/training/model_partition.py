@@ -8,17 +8,19 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+import torch
 from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.model.compilation import parse_compilation
 from counterpoint.model.model_profile import ModelProfile, format_profile
-from counterpoint.model.precision import Precision
+from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.model.spec import ADAM_STATES, ModelSpec
 from counterpoint.partitioning.dry_run import Inputs
-from counterpoint.partitioning.module_casts import find_casts
+from counterpoint.partitioning.module_casts import find_cast_reads, find_casts
 from counterpoint.partitioning.partition import PartitionGranularity, partition_model
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
+from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.planner.prepare import with_explicit_partition
@@ -70,9 +72,10 @@ def describe_trained(
     spec = assign_unused_params(drop_frozen_params(partition.spec, optimizer_spec))
     if precision is None:
         return spec
-    casts, gathered = find_casts(model), partition.read_dtypes(training=True)
+    gathered = partition.read_dtypes(training=True)
+    casts = find_casts(model)
     rounds = precision.rounding == "stochastic"  # and keeps states in float32
-    params = (
+    params = [
         replace(
             param,
             cast_bytes=casts[param.name].itemsize if param.name in casts else 0,
@@ -81,8 +84,22 @@ def describe_trained(
             reduce_bytes=precision.reduce_bytes,
         )
         for param in spec.params
-    )
+    ]
+    held = find_held_casts(partition, model) if precision.holds_casts else {}
+    params = [param.held_as_casts(held[param.name].itemsize) if param.name in held else param for param in params]
     return replace(spec, params=tuple(params))
+
+
+def find_held_casts(partition: PartitionedModel, model: nn.Module) -> Mapping[str, torch.dtype]:
+    """Return the parameters that ranks can hold in the dtype of their casts, because training reads nothing else.
+
+    Args:
+        partition: of the model.
+        model: with the casts of the precision.
+    """
+    read = partition.read_dtypes(training=True)
+    casts = find_cast_reads(model, {id(param): name for name, param in model.named_parameters()})
+    return casts if isinstance(partition, WholeModel) else {name: casts[name] for name in casts.keys() & read.keys()}
 
 
 def partition_for_plan(plan: Plan, model: nn.Module, inputs: Any, options: TrainingOptions) -> PartitionedModel:  # noqa: ANN401 - whatever it takes
@@ -97,6 +114,9 @@ def partition_for_plan(plan: Plan, model: nn.Module, inputs: Any, options: Train
     what = "recompute" if needs_blocks else ""
     if compilation is not None and compilation.parts == "blocks" and granularity in {"whole", "prefer_blocks"}:
         granularity, what = "blocks", f"compile={compilation}"
+    precision = parse_precision(options.precision)
+    if granularity == "whole" and precision is not None and precision.holds_casts:
+        granularity = "prefer_blocks"  # so that gradients are reduced, and freed, block by block
     partition = partial(partition_model, model, call_args, dims=options.dims, compilation=compilation)
     if granularity == "prefer_blocks":
         try:

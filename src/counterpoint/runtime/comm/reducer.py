@@ -144,7 +144,7 @@ class GradSlot:
     @property
     def num_bytes(self) -> int:
         """Size of the gradient."""
-        return (self.slot.stop - self.slot.start) * self.flat_grad.flat_params.layout.dtype.itemsize
+        return (self.slot.stop - self.slot.start) * self.flat_grad.flat_params.layout.held_dtype.itemsize
 
 
 @dataclass(slots=True)

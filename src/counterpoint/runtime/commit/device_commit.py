@@ -292,15 +292,6 @@ def _find_scale(  # noqa: PLR0913 - all that it depends on
     return None if isinstance(scale, float) and scale == 1.0 else scale
 
 
-def scale_grad(grad: Tensor, scale: Tensor | float) -> None:
-    """Multiply a gradient with a number, which is rounded to float32 at least, as numbers of the host are."""
-    if isinstance(scale, Tensor) and grad.dtype in {torch.float16, torch.bfloat16}:
-        values = grad._values() if grad.is_sparse else grad  # noqa: SLF001 - uncoalesced ones have no public name
-        values.copy_(values.float().mul_(scale))
-    else:
-        grad.mul_(scale)
-
-
 def first_nonfinite(values: Sequence[tuple[int, Tensor]], accelerator: Accelerator) -> Tensor:
     """Return the first key whose value is not finite, -1 if all are; all as float64 on the device."""
     if not values:

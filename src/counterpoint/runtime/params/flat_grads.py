@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from counterpoint.fabric.cast_reductions import start_cast_all_reduce, start_cast_reduce_scatter
 from counterpoint.fabric.fabric import Fabric, Work
 from counterpoint.program.instruction import Collective
+from counterpoint.runtime.optimizer_spec import clip_by_value, scale_grad
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
 from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.sparse_grads import RowGrad, SparseGrads, add_rows
@@ -154,10 +155,13 @@ class FlatGrads(GradStorage):
         self.filled_names: set[str] = set()  # parameters whose slot in the flat gradient is valid
         self.tables = rows.slots
         self.names_with_grad = set()
+        self.scale: Tensor | float = 1.0  # of gradients that are narrower than the weights they update
+        self.bound: float | None = None  # of their elements
 
     def begin_step(self) -> None:
         """Start a step, in which no parameter has a gradient."""
         self.names_with_grad.clear()
+        self.scale, self.bound = 1.0, None
 
     def buffer(self) -> Tensor:
         """Return the flat gradient; a new one is uninitialized."""
@@ -278,7 +282,7 @@ class FlatGrads(GradStorage):
     def start_range_reduce(self, fabric: Fabric, instruction: Collective, label: str, part: Tensor, start: int) -> Work:
         """Start to reduce a part of the flat gradient that begins at element ``start``, in the reduce dtype."""
         group, dtype = instruction.group, self.layout.reduce_dtype
-        narrow = None if dtype is None else part.to(dtype)
+        narrow = None if dtype is None else part.to(dtype)  # the part itself, if gradients are held in this dtype
         if instruction.op != "reduce_scatter":
             if narrow is None:
                 return fabric.all_reduce(label, part, group)
@@ -313,7 +317,21 @@ class FlatGrads(GradStorage):
         """Return the gradient of a range: of the shard, if there is one."""
         flat, low = (self.collect_all(), 0) if self.shard is None else (self.shard, self.shard_start)
         self.rows.add_to(flat, low)
-        return [GradRange(start, stop, [flat[start - low : stop - low]])]
+        return [GradRange(start, stop, [self.widen(flat[start - low : stop - low])])]
+
+    def widen(self, part: Tensor) -> Tensor:
+        """Return a part of the gradient in the dtype of the weights that it updates, scaled and clipped.
+
+        A gradient in this dtype is returned itself, and was scaled in place; a narrower one would be rounded again.
+        """
+        if not self.layout.holds_casts:
+            return part
+        wide = part.to(self.layout.dtype)
+        if isinstance(self.scale, Tensor) or self.scale != 1.0:
+            scale_grad(wide, self.scale)
+        if self.bound is not None:
+            clip_by_value(wide, self.bound)
+        return wide
 
     def optimizer_grad(self, start: int, stop: int) -> Tensor:
         """Return the gradient of a range as an optimizer gets it; sparse if the optimizer expects that."""
@@ -334,6 +352,7 @@ class FlatGrads(GradStorage):
     def clear(self) -> None:
         """Drop all gradients."""
         self.flat = self.shard = None
+        self.scale, self.bound = 1.0, None
         self.rows.clear()
         for param in self.params.values():
             param.grad = None

@@ -62,6 +62,8 @@ class FlatLayout:
         merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
         read_dtype: the dtype of the casts that the model reads, in which freed weights are gathered; None if the
             model reads the parameters themselves.
+        holds_casts: whether whole weights and gradients are in the read dtype, and in ``dtype`` only the master weights
+            of what the rank updates.
         reduce_dtype: the narrower dtype in which gradients are summed over ranks; None for ``dtype``.
 
     Attributes:
@@ -74,6 +76,7 @@ class FlatLayout:
     merges_params: bool = True
     read_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    holds_casts: bool = False
     num_elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,11 @@ class FlatLayout:
     def may_split_params(self) -> bool:
         """Whether a shard may end within a parameter."""
         return self.split_size is not None
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """The dtype of whole weights and of gradients."""
+        return self.read_dtype if self.holds_casts and self.read_dtype is not None else self.dtype
 
     @property
     def key(self) -> LayoutKey:
@@ -148,7 +156,7 @@ class FlatLayout:
 
 def is_small(slot: ParamSlot, layout: FlatLayout) -> bool:
     """Return whether a gradient is copied into the flat buffer together with others."""
-    return (slot.stop - slot.start) * layout.dtype.itemsize <= SMALL_BYTES
+    return (slot.stop - slot.start) * layout.held_dtype.itemsize <= SMALL_BYTES
 
 
 def build_layouts(
@@ -158,6 +166,7 @@ def build_layouts(
     merges_params: bool = True,
     read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     reduce_dtype: torch.dtype | None = None,
+    holds_casts: bool = False,
 ) -> tuple[FlatLayout, ...]:
     """Return one layout for each dtype and the dtype in which parameters are read.
 
@@ -167,6 +176,7 @@ def build_layouts(
         merges_params: whether an optimizer gets the parameters of a group as one tensor, if they may be split.
         read_dtypes: of the parameters that are read in a narrower dtype.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
+        holds_casts: whether ranks hold these parameters in the dtype that they are read in.
     """
     layouts = []
     for dtype, read_dtype in dict.fromkeys((dtype, read_dtypes.get(name)) for name, _, dtype, _ in params):
@@ -174,6 +184,7 @@ def build_layouts(
         slots: list[ParamSlot] = []
         for name, shape, _, group in sorted(members, key=lambda item: item[3]):
             slots.append(ParamSlot(name, shape, slots[-1].stop if slots else 0, group))
-        narrower = reduce_dtype if reduce_dtype is not None and reduce_dtype.itemsize < dtype.itemsize else None
-        layouts.append(FlatLayout(dtype, tuple(slots), split_size, merges_params, read_dtype, narrower))
+        is_narrower = reduce_dtype is not None and reduce_dtype.itemsize < dtype.itemsize
+        narrower, is_held = reduce_dtype if is_narrower else None, holds_casts and read_dtype is not None
+        layouts.append(FlatLayout(dtype, tuple(slots), split_size, merges_params, read_dtype, narrower, is_held))
     return tuple(layouts)

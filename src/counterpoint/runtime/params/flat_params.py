@@ -8,14 +8,17 @@ of many. A unit whose gradient no other rank needs has no flat parameters: autog
     layout     | embed.weight | fc.weight      | fc.bias |     slots, one dtype
     weights    [..............|................|.........]     parameters are views of it                   (1)
                       ^ shard_bounds ^
-    local_shard       [..............]                         kept while weights are freed (ZeRO-3)        (2)
+    local_shard       [..............]                         kept while weights are freed (ZeRO-3), or (2)
+                                                               master weights of what the rank updates
     read_weights  (1) in the narrower dtype that the model reads, gathered instead of it                    (3)
     grads      this rank's own, or in memory of all replicas of a host                                      (4)
     delayed_grad  another whole gradient, exchanged with the own one a step later                           (5)
 
 :meth:`FlatParams.unshard_weights` and :meth:`FlatParams.reshard_weights` allocate and free (1) next to (2); if weights
 are not sharded, (2) is (1). In mixed precision, where the model casts its parameters, (1) stays free and (3) is
-gathered from casts of (2): half of the bytes, and the same values as casts of (1). The storage (4) is a
+gathered from casts of (2): half of the bytes, and the same values as casts of (1). If ranks hold casts
+(``FlatLayout.holds_casts``), (1) and (4) are in the dtype that the model reads, and (1) stays: :meth:`cast_masters`
+writes (2) to it after an update. The storage (4) is a
 :class:`counterpoint.runtime.params.flat_grads.GradStorage`. Several versions of (1) are kept by
 :class:`counterpoint.runtime.params.weight_versions.WeightVersions`.
 """
@@ -118,8 +121,9 @@ class FlatParams:
 
     Args:
         layout: the position of each.
-        params: the rank's parameters by name; they become views of the buffer.
-        local_shard: the part whose weights are kept while the full buffer is freed.
+        params: the rank's parameters by name; they become views of the buffer, or, if it has another dtype, others
+            replace them.
+        local_shard: the part whose weights are kept while the full buffer is freed, or as master weights.
         allocate: allocates gradients where the weights are; a fabric's own memory need not be copied by collectives.
         sparse_names: the parameters of the model with sparse gradients.
         grad_check: checks gradients that are moved to flat ones during a backward.
@@ -136,20 +140,26 @@ class FlatParams:
     ) -> None:
         self.layout = layout
         self.params = {slot.name: params[slot.name] for slot in layout.slots}
-        self.weights = torch.cat([self.params[slot.name].detach().reshape(-1) for slot in layout.slots])
+        whole = torch.cat([self.params[slot.name].detach().reshape(-1) for slot in layout.slots])
+        self.weights = whole.to(layout.held_dtype)
         self.local_shard = self.weights
+        if layout.holds_casts:
+            self.params = {
+                name: nn.Parameter(param.detach().to(layout.held_dtype)) for name, param in self.params.items()
+            }
         self.rebind_views(self.weights)
         self.shard_bounds = layout.element_range(local_shard)
         self.allocate = allocate
-        allocate_grad = partial(allocate, layout.num_elements, layout.dtype)
+        allocate_grad = partial(allocate, layout.num_elements, layout.held_dtype)
         rows = SparseGrads(layout, sparse_names, self.weights.device)
         self.own_grads = FlatGrads(layout, self.params, rows, allocate_grad, grad_check)
         self.grads: GradStorage = self.own_grads  # (4)
         self.delayed_grad: Tensor | None = None  # (5)
         self.error_feedbacks: dict[Group, ErrorFeedback] = {}  # of compressed reductions over each group
         self.read_weights: Tensor | None = None  # (3)
-        if local_shard != WHOLE:
-            self.local_shard = self.weights[self.shard_bounds[0] : self.shard_bounds[1]].clone()
+        if local_shard != WHOLE or layout.holds_casts:
+            self.local_shard = whole[self.shard_bounds[0] : self.shard_bounds[1]].clone()
+        if local_shard != WHOLE and not layout.holds_casts:
             if layout.read_dtype is not None:
                 self.read_weights = torch.empty_like(self.weights, dtype=layout.read_dtype)
             self.reshard_weights()
@@ -191,11 +201,16 @@ class FlatParams:
             self.weights.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.local_shard)
 
     def reshard_weights(self) -> None:
-        """Free the full buffers; the local shard stays."""
-        if self.local_shard is not self.weights:
+        """Free the full buffers, unless the rank keeps them; the local shard stays."""
+        if self.local_shard is not self.weights and not self.layout.holds_casts:
             self.weights.untyped_storage().resize_(0)
         if self.read_weights is not None:
             self.read_weights.untyped_storage().resize_(0)
+
+    def cast_masters(self) -> None:
+        """Write the master weights of what this rank updates to the weights that it holds, if these are casts."""
+        if self.layout.holds_casts:
+            self.weights.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.local_shard.data)
 
     def start_all_gather(
         self, fabric: Fabric, group: Group, label: str, read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
@@ -242,6 +257,8 @@ class FlatParams:
         start, stop = max(slot.start, self.shard_bounds[0]), min(slot.stop, self.shard_bounds[1])
         if start < stop:
             self.flat_view(start, stop).data.copy_(values.reshape(-1)[start - slot.start : stop - slot.start])
+        if self.layout.holds_casts:
+            self.weights.data[slot.start : slot.stop].copy_(values.reshape(-1))
 
     def grad_ranges(self, start: int, stop: int, *, as_rows: bool) -> list[GradRange]:
         """Return what the gradient of a range is the sum of, wherever it is stored."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
-from counterpoint.runtime.optimizer_spec import OptimizerSpec, step_without_closure
+from counterpoint.runtime.optimizer_spec import OptimizerSpec, clip_by_value, scale_grad, step_without_closure
 from counterpoint.runtime.params.flat_layout import WHOLE, ParamRange, build_layouts
 from counterpoint.runtime.params.flat_params import Allocate, FlatParams, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
@@ -132,12 +132,36 @@ class UnitParams:
             return {}
         return {name: param for name, param in self.own_params.items() if name not in collected.params}
 
-    def grads(self) -> list[Tensor]:
-        """Return the gradients of :meth:`optimizer_targets`, without parameters that have none."""
+    def grads(self, *, in_place: bool = False) -> list[Tensor]:
+        """Return the gradients of :meth:`optimizer_targets`, without parameters that have none.
+
+        Args:
+            in_place: whether to leave out copies in a wider dtype, whose changes would be lost.
+        """
         if self.role.update_shard is None:
             return []
-        flat = [storage.grads.optimizer_grad(start, stop) for storage, _, start, stop in self.update_ranges]
+        flat = [
+            storage.grads.optimizer_grad(start, stop)
+            for storage, _, start, stop in self.update_ranges
+            if not (in_place and storage.layout.holds_casts)
+        ]
         return flat + [param.grad for param in self.own_params.values() if param.grad is not None]
+
+    def clip_grads(self, scale: Tensor | float, bound: float | None) -> None:
+        """Scale :meth:`grads`, then clip each element; those that are read in a wider dtype when they are read.
+
+        Args:
+            scale: what they are multiplied with.
+            bound: the largest magnitude of an element; None for no bound.
+        """
+        for storage in self.flat_params:
+            if storage.layout.holds_casts:
+                storage.own_grads.scale, storage.own_grads.bound = scale, bound
+        for grad in self.grads(in_place=True):
+            if isinstance(scale, Tensor) or scale != 1.0:
+                scale_grad(grad, scale)
+            if bound is not None:
+                clip_by_value(grad, bound)
 
     def params_without_grad(self, collected: CollectedGrads | None) -> list[str]:
         """Return the parameters without a gradient from autograd in this step.
@@ -195,9 +219,11 @@ class ParamStore:
         state_allocator: active while optimizer state is allocated.
         grad_check: checks the gradients of backwards.
         keeps_grads: whether the gradients of a step are kept until the next one.
-        read_dtypes: of parameters whose weights are freed after use, and which the model reads in a narrower dtype.
+        read_dtypes: of parameters that the model reads in a narrower dtype, if they are freed after use or held in it.
         rounding: of updated weights in bf16; None for that to the nearest.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
+        holds_casts: whether the parameters in ``read_dtypes`` are held in that dtype, with master weights of what the
+            rank updates.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -217,9 +243,11 @@ class ParamStore:
         read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         rounding: WeightRounding | None = None,
         reduce_dtype: torch.dtype | None = None,
+        holds_casts: bool = False,
     ) -> None:
         self.params = dict(params)
         self.read_dtypes, self.rounding, self.reduce_dtype = read_dtypes, rounding, reduce_dtype
+        self.holds_casts = holds_casts
         self.grad_check = grad_check or GradCheck()
         self.keeps_grads = keeps_grads
         self.buffers = dict(buffers)
@@ -262,7 +290,7 @@ class ParamStore:
     def weights_for_forward(self, version: int) -> Mapping[str, Tensor]:
         """Return :meth:`weights`, with casts in place of the parameters that were gathered in a narrower dtype."""
         weights = self.weights(version)
-        if not self.read_dtypes:
+        if not self.read_dtypes or self.holds_casts:
             return weights
         return {**weights, **{name: value for storage in self.flat_params() for name, value in storage.read_params()}}
 
@@ -353,7 +381,8 @@ class ParamStore:
             yield from unit_params.flat_params
 
     def _build_unit(self, unit: Unit, role: UnitRole, params: Mapping[str, nn.Parameter]) -> UnitParams:
-        if not role.is_communicated:
+        has_masters = self.holds_casts and not self.read_dtypes.keys().isdisjoint(params)
+        if not role.is_communicated and not has_masters:
             return UnitParams(unit, role, params)
         described = [
             (name, tuple(param.shape), param.dtype, self.optimizer_spec.group_index[name])
@@ -365,11 +394,15 @@ class ParamStore:
             merges_params=self.optimizer_spec.merges_params,
             read_dtypes=self.read_dtypes,
             reduce_dtype=self.reduce_dtype,
+            holds_casts=self.holds_casts,
         )
+        shards = [(role.update_shard or WHOLE) if layout.holds_casts else role.local_shard for layout in layouts]
         flat_params = [
-            FlatParams(layout, params, role.local_shard, self.allocate, self.sparse_names, self.grad_check)
-            for layout in layouts
+            FlatParams(layout, params, shard, self.allocate, self.sparse_names, self.grad_check)
+            for layout, shard in zip(layouts, shards, strict=True)
         ]
+        params = {**params, **{name: param for storage in flat_params for name, param in storage.params.items()}}
+        self.params.update(params)
         return UnitParams(unit, role, params, flat_params)
 
     def optimizer(self, units: tuple[Unit, ...]) -> tuple[optim.Optimizer | None, list[Tensor]]:
@@ -408,6 +441,8 @@ class ParamStore:
                     self._update_with_optimizer(optimizer, tensors, units)
             self._have_state.add(units)
             self.optimizer_spec.note_step(optimizer)
+            for storage in [storage for unit in units for storage in self.units[unit].flat_params]:
+                storage.cast_masters()
         self.grad_check.drop_collected()
         for unit in units:
             if not self.keeps_grads or self.units[unit].has_shared_rows():

@@ -36,7 +36,7 @@ from counterpoint.partitioning.partitioned_model import PartitionedModel, as_cal
 from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
-from counterpoint.program.instruction import ApplyPushes, Forward, Free
+from counterpoint.program.instruction import ApplyPushes, Forward
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.commit.device_commit import LateResult
@@ -387,10 +387,7 @@ class LocalRanks:
         first = self.world.fabrics[0].rank
         programs = [variant.program for variant in self.compiled.step_variants]
         self.groups, self.commits_together = communication_groups(programs), commits_together(programs)
-        keeps_own = self.shard_map().num_replicas > 1 or any(
-            isinstance(instruction, Free) and instruction.tensor.name == "weight"
-            for _, instruction in self.compiled.program.instructions()
-        )
+        keeps_own = self.shard_map().num_replicas > 1 or self.run_spec.trains_copies
         num_local = len(self.world.fabrics)
         # a WholeModel runs its own parameters; SyncBatchNorm modules of several ranks communicate inside forward
         copies_model = isinstance(partition, WholeModel) and (keeps_own or num_local > 1)
@@ -429,7 +426,7 @@ class LocalRanks:
             self.optimizer_spec,
             runs="trace" if is_traced else "copies" if copies_model or copies_norms else "model",
         )
-        self.grad_hooks = GradHookCheck(self.trained, partition, self.plan)
+        self.grad_hooks = GradHookCheck(self.trained, partition, self.plan, trains_copies=self.run_spec.trains_copies)
         self.step_gradients = StepGradients(built)
         self.hook_stale_params()
         self.stale_weights = self.find_stale_weights()

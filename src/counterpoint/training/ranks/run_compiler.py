@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -163,10 +163,11 @@ class RunCompiler:
             LossParameters.of(self.loss, self.trained),
             options.cross_sample != "accept",
             autocast=autocast_dtype(precision),
-            read_dtypes=find_freed_reads(compiled.program, compiled.model, partition.read_dtypes(training=True)),
+            read_dtypes=self.find_read_dtypes(partition, compiled),
             rounds_stochastically=self.rounds_stochastically(plan, applies_one_gradient=keeps_grads),
             reduce_dtype=self.find_reduce_dtype(compiled),
             scaling_code=scaling_code,
+            holds_casts=compiled.model.has_masters,
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 
@@ -184,7 +185,9 @@ class RunCompiler:
         """
         with explain_input_errors(self.model, inputs):
             partition = partition_for_plan(plan, self.model, inputs, self.options)
-        GradHookCheck(self.trained, partition, plan).require_none_unseen()
+        precision = parse_precision(self.options.precision)
+        trains_copies = precision is not None and precision.holds_casts
+        GradHookCheck(self.trained, partition, plan, trains_copies=trains_copies).require_none_unseen()
         require_no_shared_memory(self.trained, plan)
         is_traced = isinstance(partition, TracedPartition)
         is_divided = is_traced or plan.num_ranks > 1 or plan.global_num_microbatches > 1
@@ -273,6 +276,14 @@ class RunCompiler:
                 "without staleness and sync_every, or float32 weights"
             )
         return True
+
+    def find_read_dtypes(self, partition: PartitionedModel, compiled: CompiledPlan) -> Mapping[str, torch.dtype]:
+        """Return the dtype of the casts of parameters that ranks hold, or gather, as casts."""
+        precision = parse_precision(self.options.precision)
+        if precision is not None and precision.holds_casts:
+            dtype = torch_dtype(precision.compute)
+            return {param.name: dtype for param in compiled.model.params if param.master_bytes}
+        return find_freed_reads(compiled.program, compiled.model, partition.read_dtypes(training=True))
 
     def find_reduce_dtype(self, compiled: CompiledPlan) -> torch.dtype | None:
         """Return the dtype in which ranks sum gradients, if the precision names one; None for that of each gradient."""
