@@ -74,9 +74,10 @@ class Zero(Strategy):
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
         ``(M+1) (n-1)/n P``, level 3 ``3 M (n-1)/n P`` (a weight used by several blocks is gathered for each of them,
         and its gradient reduce-scattered for each chunk of a stage). In mixed precision, level 3 gathers casts of
-        weights: with 2 bytes instead of 4, ``2 M (n-1)/n P``. With ``reshard_after_forward=off`` level 3 sends
-        ``(M+1) (n-1)/n P``, and holds whole weights from their first forward to their last backward. Of units within
-        the ``persistence_threshold`` it sends as much as level 2, and holds whole weights.
+        weights: with 2 bytes instead of 4, ``2 M (n-1)/n P``; where ranks hold casts, P is their bytes. With
+        ``reshard_after_forward=off`` level 3 sends ``(M+1) (n-1)/n P``, and holds whole weights from their first
+        forward to their last backward. Of units within the ``persistence_threshold`` it sends as much as level 2, and
+        holds whole weights.
         Memory per rank: ``1/n`` of the optimizer state; from level 2 on ``1/n`` of the gradients from one forward to
         the next, and whole ones only until the last backward of their unit; at level 3 ``1/n`` of the weights.
 

@@ -278,9 +278,19 @@ class RunCompiler:
         return True
 
     def find_read_dtypes(self, partition: PartitionedModel, compiled: CompiledPlan) -> Mapping[str, torch.dtype]:
-        """Return the dtype of the casts of parameters that ranks hold, or gather, as casts."""
+        """Return the dtype of the casts of parameters that ranks hold, or gather, as casts.
+
+        Raises:
+            PlanError: the user asks for weights that are held as casts, but no parameter can be.
+        """
         precision = parse_precision(self.options.precision)
         if precision is not None and precision.holds_casts:
+            if not compiled.model.has_masters:
+                raise PlanError(
+                    f"precision={precision} holds the weights that modules read as casts only, but the model has none: "
+                    "its parameters are no wider, or are looked up, or normalize, or are read without a cast, as by "
+                    "iterating over parameters() in a forward; drop weights=compute"
+                )
             dtype = torch_dtype(precision.compute)
             return {param.name: dtype for param in compiled.model.params if param.master_bytes}
         return find_freed_reads(compiled.program, compiled.model, partition.read_dtypes(training=True))
