@@ -341,6 +341,16 @@ def test_checkpoints_have_the_weights_in_their_own_dtype(tmp_path):
 MASTERS, REDUCED = "bf16(reduce=bf16, weights=compute)", "bf16(reduce=bf16)"
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.long(quick=["gpt-zero(2, level=2)", "cnn-zero(2, level=1)"])
+@pytest.mark.parametrize("plan", ["zero(2, level=1)", "zero(2, level=2)", "pipeline(2) * zero(2, level=1)"])
+@pytest.mark.parametrize("model", ["mlp", "gpt", "cnn", "experts"])
+def test_master_weights_of_shards_change_no_bit_with_one_microbatch(model, plan):
+    held, reduced = (train(model, plan, num_microbatches=1, precision=text) for text in (MASTERS, REDUCED))
+    assert held[0] == reduced[0]
+    assert equal_bits(held[1], reduced[1])
+
+
 @pytest.mark.long(quick=["zero(2, level=2)-data(2)"])
 @pytest.mark.parametrize(
     ("plan", "other"),
