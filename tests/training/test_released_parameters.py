@@ -98,9 +98,26 @@ def shard():
     return seen, params_of(model)
 
 
+class OwnLoss(nn.Sequential):
+    """A model that computes its loss itself."""
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def check():
+    """Return the weights after a step of ranks that train shards, whose model may have to run for a check."""
+    model = OwnLoss(*wide())
+    with cp.parallelize(
+        model, OPTIMIZER, lambda output, _: output, strategy="zero(2, level=3)", num_microbatches=2
+    ) as step:
+        step(*batch())
+        return kinds(model)
+
+
 def tell():
     """Return all of these, in one start of the processes; the failing one ends their connection."""
-    return train(), measure(), keep(), shard(), fail()
+    return train(), measure(), keep(), shard(), check(), fail()
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +175,14 @@ def test_ranks_that_train_shards_hold_no_whole_weights(results_by_rank, rank):
 
 @pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_that_computes_its_own_loss_keeps_its_weights_to_check_later_batches(results_by_rank, rank):
+    assert results_by_rank[rank][4] == ["numbers"] * 2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_run_leaves_nan_and_a_note(results_by_rank, rank):
-    weights, notes = results_by_rank[rank][4]
+    weights, notes = results_by_rank[rank][5]
     lost = WEIGHTS[1 - rank]
     assert weights[1 - rank] == "nan"
     assert weights[rank] == "numbers"

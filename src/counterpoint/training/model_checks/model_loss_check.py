@@ -73,6 +73,7 @@ class ModelLossCheck:
         self.model, self.loss, self.plan, self.is_sum = model, loss, plan, is_sum
         self.has_checked = False
         self.is_watched = True  # whether later batches are to be checked: not if torch's own mean was recognized
+        self.found_own = False  # whether the model was seen to compute such a loss
         self.new_values = NewValues()
 
     def check(self, batch: MicrobatchSource, micros: Sequence[int], *, has_weights: bool) -> None:
@@ -108,7 +109,7 @@ class ModelLossCheck:
             self.has_checked = True
             with without_stale_reads():
                 kind = require_model_loss_adds_up(self.model, self.loss, batch, parts, self.plan, is_sum=self.is_sum)
-            self.is_watched = kind != "other"
+            self.is_watched, self.found_own = kind != "other", kind == "model"
 
 
 def require_model_loss_adds_up(

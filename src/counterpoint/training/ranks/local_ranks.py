@@ -546,12 +546,15 @@ class LocalRanks:
         if self.model_loss_check is not None:
             self.require_model_loss(self.model_loss_check, batch)
         variant = self.variant_at(number)
+        check = self.model_loss_check  # which runs the model where a later batch has values that are new
+        keeps_weights = self.released_params.has_all and check is not None and check.found_own
 
         def work(fabric: Fabric) -> StepResult | LateResult | None:
             """Take the step on one rank; return its result, None if it has none."""
             interpreter = self.ranks[fabric.rank].interpreter
             changes.require_same_weights(fabric.rank)
-            self.released_params.release()  # in the first step, and in the first one after export_weights
+            if not keeps_weights:
+                self.released_params.release()  # in the first step, and in the first one after export_weights
             with self.explain_division(batch, fabric.rank), annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)

@@ -57,15 +57,19 @@ class ReleasedParameters:
 
     Args:
         params: the parameters by name; small ones, and those in memory that others use too, are kept.
+        has_all: whether the rank has a part of every parameter, so that the model's own could stay, for other uses.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], *, has_all: bool = False) -> None:
+        self.has_all = has_all
         self.params = {name: param for name, param in params.items() if is_private_cpu_tensor(param)}
         self.versions: dict[str, int] = {}
 
     @staticmethod
     def for_ranks(model: nn.Module, ranks: Mapping[int, RankRuntime], spec: ModelSpec) -> ReleasedParameters:
         """Return the parameters of which the rank of this process has another copy, a shard, or nothing.
+
+        None, if it has a whole copy of each.
 
         Args:
             model: the user's model.
@@ -76,15 +80,21 @@ class ReleasedParameters:
         if len(ranks) > 1:
             return ReleasedParameters({})
         (rank,) = ranks.values()
-        addresses = {name: param.data_ptr() for name, param in rank.interpreter.store.params.items()}
+        store = rank.interpreter.store
+        addresses = {name: param.data_ptr() for name, param in store.params.items()}
         trained = {name for names in spec.units.values() for name in names}
-        return ReleasedParameters(
-            {
-                name: param
-                for name, param in model.named_parameters()
-                if name in trained and param.data_ptr() != addresses.get(name)
-            }
+        unread = {
+            name: param
+            for name, param in model.named_parameters()
+            if name in trained and param.data_ptr() != addresses.get(name)
+        }
+        has_all = trained <= store.params.keys()
+        has_whole = (
+            has_all
+            and all(param.numel() == store.params[name].numel() for name, param in unread.items())
+            and all(storage.local_shard is storage.weights for storage in store.flat_params())
         )
+        return ReleasedParameters({} if has_whole else unread, has_all=has_all)
 
     def release(self) -> None:
         """Drop the values of the parameters, and free their memory."""
