@@ -363,3 +363,11 @@ def test_parameters_without_values_are_refused_where_the_model_is_traced_before_
     text = r"^0\.weight has no values before the first forward .*; run the model once on a batch before"
     with pytest.raises(cp.PlanError, match=text), step_of(model, "tensor(2)") as step:
         step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+
+
+def test_an_attribute_that_the_forward_replaces_may_begin_in_the_memory_of_a_parameter():
+    """As the weight of ``torch.nn.utils.spectral_norm`` does, which each forward computes anew."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    nn.utils.spectral_norm(model[0])
+    with step_of(model, "zero3(2)") as step:
+        assert step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)) > 0

@@ -138,3 +138,28 @@ def test_attributes_are_restored_also_where_a_collection_was_changed():
     attributes.restore()
     assert (len(model.entries), model.names, model.calls, hasattr(model, "new")) == (1, {"a": 1}, 0, False)
     assert attributes.find_changed() == []
+
+
+class FollowsInForward(nn.Module):
+    """Moves a frozen copy of a layer towards it in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return self.student(x) - self.teacher(x)
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 4), ("data(2)", None), ("pipeline(2)", None)])
+def test_a_forward_that_changes_a_parameter_is_refused_where_it_runs_on_parts_of_a_batch(plan, num_microbatches):
+    """With several microbatches on one rank it moved for each of them; elsewhere the error was about code between steps."""
+    model = FollowsInForward()
+    sgd = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    step = cp.parallelize(model, sgd, F.mse_loss, strategy=plan, num_microbatches=num_microbatches)
+    text = r"^the forward of FollowsInForward changes the parameter teacher\.weight whenever it runs, .*writeback=True"
+    with pytest.raises(cp.PlanError, match=text):
+        step(torch.ones(8, 4), torch.zeros(8, 3))
+    step.close()

@@ -30,6 +30,7 @@ class ForwardState:
         uses_other_generators: whether it draws from a generator of Python or numpy, or one of its own.
         scales_by_frequency: whether it divides gradients of a table by how often the batch has an index.
         changed_inputs: the indices of the tensors among its inputs that it changes in place.
+        changed_params: names of the parameters that it changes in place.
     """
 
     attributes: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class ForwardState:
     uses_other_generators: bool = False
     scales_by_frequency: bool = False
     changed_inputs: tuple[int, ...] = ()
+    changed_params: tuple[str, ...] = ()
 
     @staticmethod
     def find(model: nn.Module, inputs: Inputs) -> ForwardState:
@@ -47,6 +49,7 @@ class ForwardState:
             inputs: those of a microbatch.
         """
         attributes = ModuleAttributes(model)
+        versions = [param._version for param in model.parameters()]  # noqa: SLF001 - there is no other way to see changes
         try:
             detector = FrequencyScalingDetector()
             copies = _copy_tensors(inputs)
@@ -60,7 +63,36 @@ class ForwardState:
             return ForwardState()
         finally:
             attributes.restore()
-        return ForwardState(tuple(changed), difference, uses_other_generators, detector.is_used, changed_inputs)
+        restored = {buffer.untyped_storage()._cdata for buffer in model.buffers() if buffer.layout == torch.strided}  # noqa: SLF001 - its identity
+        changed_params = tuple(
+            name
+            for (name, param), version in zip(model.named_parameters(), versions, strict=False)
+            if param._version != version and param.untyped_storage()._cdata not in restored  # noqa: SLF001 - as above
+        )
+        return ForwardState(
+            tuple(changed), difference, uses_other_generators, detector.is_used, changed_inputs, changed_params
+        )
+
+    def require_no_changed_params(self, model: nn.Module, plan: str) -> None:
+        """Check that the forward leaves parameters as they are.
+
+        Tables with ``max_norm``, which shorten their rows, have an error of their own.
+
+        Args:
+            model: that was run.
+            plan: as text, for the message.
+
+        Raises:
+            PlanError: it changes one.
+        """
+        tables = [path for path, module in model.named_modules() if getattr(module, "max_norm", None) is not None]
+        names = [name for name in self.changed_params if name.rpartition(".")[0] not in tables]
+        if names:
+            raise PlanError(
+                f"the forward of {type(model).__name__} changes the parameter {names[0]} whenever it runs, but under "
+                f"{plan} it runs on parts of a batch, and ranks have copies or shards of the parameters; change it "
+                "after each step, inside `with step.full_weights(writeback=True) as model:`"
+            )
 
     def require_none(self, model: nn.Module, plan: str, way: str) -> None:
         """Check that an output does not depend on earlier forwards.

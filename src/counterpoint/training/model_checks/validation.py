@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -130,10 +130,15 @@ def require_no_autocast(precision: Precision | None) -> None:
         )
 
 
-def require_no_shared_memory(model: nn.Module, plan: Plan) -> None:
+def require_no_shared_memory(model: nn.Module, plan: Plan, replaced: Collection[str] = ()) -> None:
     """Check that no parameter shares memory with another tensor of the model, if ranks move parameters.
 
     One parameter may have two names.
+
+    Args:
+        model: the user's model, with its loss.
+        plan: of the ranks.
+        replaced: attributes that a forward replaces before it reads them, as ``torch.nn.utils.spectral_norm`` does.
 
     Raises:
         PlanError: one does.
@@ -142,7 +147,7 @@ def require_no_shared_memory(model: nn.Module, plan: Plan) -> None:
         return
     params = dict(model.named_parameters())
     known = {id(param) for param in params.values()}
-    others = {name: tensor for name, tensor in named_tensors(model) if id(tensor) not in known}
+    others = {name: tensor for name, tensor in named_tensors(model) if id(tensor) not in known and name not in replaced}
     extents = sorted(
         (*memory_extent(tensor), name, kind)
         for kind, tensors in (("a parameter", params), ("no parameter", others))

@@ -188,10 +188,11 @@ class RunCompiler:
         precision = parse_precision(self.options.precision)
         trains_copies = precision is not None and precision.holds_casts
         GradHookCheck(self.trained, partition, plan, trains_copies=trains_copies).require_none_unseen()
-        require_no_shared_memory(self.trained, plan)
         is_traced = isinstance(partition, TracedPartition)
         is_divided = is_traced or plan.num_ranks > 1 or plan.global_num_microbatches > 1
         state = ForwardState.find(self.model, as_call_args(inputs)) if is_divided else ForwardState()
+        require_no_shared_memory(self.trained, plan, state.attributes)
+        state.require_no_changed_params(self.model, str(plan))
         compilation = parse_compilation(self.options.compile)
         opened = opened_modules(self.model) if isinstance(partition, SequentialPartition) else ()
         require_compilable(self.model, str(plan), compilation, opened, is_traced=is_traced, draws=partition.uses_rng)
