@@ -1,5 +1,7 @@
 """Losses that read the model: exact where the plan trains the model itself, else refused in the first step."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,3 +124,25 @@ def test_a_value_that_is_kept_on_the_module_is_seen_by_the_loss_of_a_whole_model
         optimizer.step()
     train(model, lambda output, targets: F.cross_entropy(output, targets) + model.extra, "solo", 2)
     assert max_difference(params_of(model), params_of(plain)) < 1e-12
+
+
+class KeepsFunction(nn.Module):
+    """Computes with a parameter that a function keeps, which copies of the model share."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        weight = self.layer.weight
+        self.multiply = lambda x: x @ weight.t()
+
+    def forward(self, x):
+        return self.multiply(x) + self.layer.bias
+
+
+def test_a_parameter_that_a_function_of_the_model_keeps_is_refused_with_how_to_read_it():
+    """The error named only what to do about losses."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    step = cp.parallelize(KeepsFunction(), sgd, F.mse_loss, strategy="data(2)")
+    with pytest.raises(DataError, match=r"layer\.weight .* as an attribute of its module if a function keeps it"):
+        step(torch.ones(4, 4), torch.zeros(4, 3))
+    step.close()

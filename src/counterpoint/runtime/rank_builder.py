@@ -305,8 +305,9 @@ class StaleGradientHook:
             raise DataError(
                 f"the loss reads {self.name} of the model, but under {self.plan} ranks train copies of it, so the loss "
                 "would use values of an earlier step, and its gradient would be lost; write a penalty on weights as "
-                "the optimizer's weight_decay, return what the loss needs from forward, or use a strategy that trains "
-                "the model itself (solo, or data with one rank in each process)"
+                "the optimizer's weight_decay, return what the loss needs from forward, read it there as an attribute "
+                "of its module if a function keeps it (a closure), or use a strategy that trains the model itself "
+                "(solo, or data with one rank in each process)"
             )
 
 
