@@ -225,7 +225,9 @@ def test_what_a_trace_cannot_have_is_named_and_leaves_the_model_as_it_was(model,
         partition_model(
             model,
             (torch.randn(3, 4),),
-            granularity="blocks" if isinstance(model, CreatesParameter | Differentiates | MapsSamples) else "layers",
+            granularity="blocks"
+            if isinstance(model, CreatesParameter | Differentiates | MapsSamples)
+            else "tensor_parallel",
         )
     assert str(refusal.value).startswith(text)
     assert [name for name, _ in model.named_parameters()] == names

@@ -195,14 +195,15 @@ def set_forward(model):
 
 
 def set_class_method(model):
-    WithFunctions.forward = Net.forward
+    setattr(WithFunctions, "forward", Net.forward)  # noqa: B010 - a method, which mypy lets nobody assign
 
 
 @pytest.fixture
 def restored_forward():
     forward = WithFunctions.forward
     yield
-    WithFunctions.forward, SCALES["output"] = forward, 1.0
+    setattr(WithFunctions, "forward", forward)  # noqa: B010 - likewise
+    SCALES["output"] = 1.0
 
 
 @pytest.mark.usefixtures("restored_forward")

@@ -323,7 +323,7 @@ class Alias(nn.Module):
             self.seen = values if kind == "attribute" else [values, 1]
 
     def forward(self, x):
-        seen = self.seen[0] if isinstance(self.seen, list) else self.seen
+        seen: Any = self.seen[0] if isinstance(self.seen, list) else self.seen
         return self.second(torch.tanh(self.first(x))) + seen.sum()
 
 

@@ -1,5 +1,7 @@
 """Optimizers of a user's own class: what their steps do besides updating each parameter is exact or refused."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,7 +85,8 @@ class CountsInAttribute(Own):
 
 class CountsInState(Own):
     def begin(self, group):
-        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
+        state: Any = self.state  # by a key that is no parameter
+        state["all"]["count"] = state["all"].get("count", 0) + 1
 
 
 class KeepsTensorInOptions(Own):
@@ -214,7 +217,7 @@ def test_a_step_that_was_put_on_an_optimizer_is_refused_but_not_that_of_a_schedu
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     optim.lr_scheduler.StepLR(optimizer, 1)
     cp.parallelize(model, optimizer, F.mse_loss).close()
-    optimizer.step = lambda closure=None: None
+    vars(optimizer)["step"] = lambda closure=None: None
     with pytest.raises(cp.PlanError, match=r"^the method step of this SGD was replaced by .*lambda.*write a subclass"):
         cp.parallelize(model, optimizer, F.mse_loss)
 
