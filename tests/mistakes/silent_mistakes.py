@@ -113,6 +113,16 @@ def weights_given_other_memory():
     step(*dataset(12).tensors)
 
 
+def exported_weights_given_other_memory():
+    """After an export, and without an import before the next step."""
+    model = mlp()
+    step = step_of(model)
+    step(*dataset(12).tensors)
+    step.export_weights()
+    model[2].weight.data = model[2].weight.data * 0.9
+    step(*dataset(12).tensors)
+
+
 def optimizer_state_read_in_a_loop():
     model = mlp()
     with step_of(model, optim.Adam(model.parameters())) as step:

@@ -82,9 +82,12 @@ def test_weights_that_one_rank_changes_between_steps_end_the_run_on_all():
     assert seconds < 2
 
 
-def test_weights_that_all_ranks_give_other_memory_are_refused():
+@pytest.mark.parametrize(
+    "run", [silent_mistakes.weights_given_other_memory, silent_mistakes.exported_weights_given_other_memory]
+)
+def test_weights_that_all_ranks_give_other_memory_are_refused(run):
     """Where a host's ranks share one copy, they went on to update the old memory, and computed with the new values."""
-    answers, seconds, _ = collect_answers(silent_mistakes.weights_given_other_memory)
+    answers, seconds, _ = collect_answers(run)
     text = documented_messages("Weights changed in a loop")[1]
     assert any(text in answer for answer in answers)
     assert all(answer.startswith(("DataError: ", "PeerError: ")) for answer in answers)

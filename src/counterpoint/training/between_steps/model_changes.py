@@ -28,6 +28,7 @@ from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
+from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.agreement.step_facts import StepFacts
 from counterpoint.training.between_steps.attribute_changes import AttributeCheck
@@ -150,7 +151,6 @@ class ModelChanges:
         if self.step_facts is not None:
             self.step_facts.end_step()
             self.buffers.end_step()
-            self.weights.places = self.weights.read_places()
 
 
 class StructureCheck:
@@ -269,15 +269,14 @@ class ParameterMutationCheck:
         self.tensors = [param for _, param in self.params]
         self.stores = stores
         own = {id(param) for param in model.parameters()}
-        self.placed = [
-            (name, param)
+        self.own_views = [
+            OwnViews(storage, model)
             for store in stores
             for unit in store.units.values()
-            if store.weight_versions is None and unit.flat_params and unit.role.local_shard == WHOLE
-            for name, param in unit.params.items()
-            if id(param) in own
-        ]  # the ranks update the memory that these have
-        self.places: list[int] = []  # of these, since the last step
+            if store.weight_versions is None and unit.role.local_shard == WHOLE
+            for storage in unit.flat_params
+            if all(id(param) in own for param in storage.params.values())
+        ]
         self.versions = self.version_counters()
         self.measures: list[str] = []  # of the values, if the model may have been read since the last step
 
@@ -287,14 +286,7 @@ class ParameterMutationCheck:
 
     def record_values(self) -> None:
         """Accept the current values as those that the ranks have."""
-        self.versions, self.measures, self.places = self.version_counters(), self.measure_values(), []
-
-    def read_places(self) -> list[int]:
-        """Return the address of each parameter that ranks update in the memory that it has."""
-        if not self.placed:
-            return []
-        with without_stale_reads():
-            return [param.data_ptr() for _, param in self.placed]
+        self.versions, self.measures = self.version_counters(), self.measure_values()
 
     def require_same_places(self, plan: str, location: str) -> None:
         """Check that parameters have the memory that ranks update.
@@ -302,16 +294,14 @@ class ParameterMutationCheck:
         Raises:
             DataError: one has another.
         """
-        if not self.places or (places := self.read_places()) == self.places:
-            return
-        pairs = zip(self.placed, self.places, places, strict=True)
-        name = next(name for (name, _), old, new in pairs if old != new)
-        raise DataError(
-            f"{name} of the model was given other memory {location}between two steps (param.data = ...), but under "
-            f"{plan} the ranks update the memory that it had; change values in place, inside "
-            "`with step.full_weights(writeback=True) as model:`, or between step.export_weights() and "
-            "step.import_weights()"
-        )
+        name = next(filter(None, (views.find_moved() for views in self.own_views)), "")
+        if name:
+            raise DataError(
+                f"{name} of the model was given other memory {location}between two steps (param.data = ...), but under "
+                f"{plan} the ranks update the memory that it had; change values in place, inside "
+                "`with step.full_weights(writeback=True) as model:`, or between step.export_weights() and "
+                "step.import_weights()"
+            )
 
     def measure_values(self) -> list[str]:
         """Return the sums of each checked parameter's values and squares; as text, because nan equals no nan."""
@@ -348,6 +338,33 @@ class ParameterMutationCheck:
             "before the change and step.import_weights() after it; with a Trainer, change weights before fit() or "
             "between two calls"
         )
+
+
+class OwnViews:
+    """The user's own parameters that are views of flat weights, which ranks update.
+
+    Args:
+        storage: has the weights.
+        model: whose parameters they are.
+    """
+
+    def __init__(self, storage: FlatParams, model: nn.Module) -> None:
+        names = {id(param): name for name, param in model.named_parameters()}
+        self.storage = storage
+        slots = [slot for slot in storage.layout.slots if slot.stop > slot.start]  # an empty one has no address
+        self.tensors = [storage.params[slot.name] for slot in slots]
+        self.names = [names[id(param)] for param in self.tensors]
+        self.offsets = [slot.start * storage.weights.element_size() for slot in slots]
+
+    def find_moved(self) -> str:
+        """Return the name of a parameter that has other memory than its part of the flat weights; empty for none."""
+        start = self.storage.weights.data_ptr()
+        with without_stale_reads():
+            places = [*map(Tensor.data_ptr, self.tensors)]
+        expected = [start + offset for offset in self.offsets]
+        if places == expected:
+            return ""
+        return next(name for name, place, own in zip(self.names, places, expected, strict=True) if place != own)
 
 
 CHUNK_VALUES = 1 << 16  # measured at once, so that no copy of a whole parameter in float64 is made
