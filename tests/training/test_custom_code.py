@@ -224,6 +224,7 @@ def test_a_first_layer_may_change_its_input_in_place(strategy):
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("strategy", ["data(2)", "zero(2, level=3)"])
 def test_a_script_is_refused_where_ranks_would_copy_it(strategy):
@@ -282,6 +283,7 @@ def loss_of(output, targets):
     return F.cross_entropy(output.logits, targets) + output.hidden["first"].pow(2).mean()
 
 
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
 @pytest.mark.long(quick=["Force-data(2)", "ReturnsDataclass-pipeline(2)"])
 @pytest.mark.parametrize(
     ("build", "strategy"),

@@ -99,6 +99,7 @@ def test_between_steps_the_model_is_differentiated_as_ever():
         step(x, targets)
 
 
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
 @pytest.mark.parametrize("plan", ["zero3(2)", "pipeline(2)"])
 @pytest.mark.parametrize(("keeps", "name"), [("attribute", "extra"), ("list", "seen")])
 def test_a_differentiable_value_that_is_kept_on_the_module_is_refused_where_the_model_is_traced(plan, keeps, name):

@@ -183,6 +183,7 @@ def test_independent_samples_are_not_refused(kind, num_microbatches):
     assert train(kind(), features(6, 4), "solo", num_microbatches) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
@@ -202,6 +203,7 @@ def test_a_gradient_that_is_not_the_sum_of_those_of_samples_is_refused(kind, wha
     )
 
 
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
 @pytest.mark.parametrize("strategy", ["data(2)", "zero(2, level=3)"])
 def test_gradients_that_are_changed_for_each_sample_are_those_of_a_loop(strategy):
     models, inputs = [GradientsClippedEach().double() for _ in range(2)], features(6, 4).double()
@@ -273,6 +275,7 @@ class Plain(Layers):
         return self.last(self.first(x).tanh())
 
 
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
 @pytest.mark.long(quick=["pipeline(2)-2", "data(2)-1"])
 @pytest.mark.parametrize(
     ("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero3(2)", 1), ("pipeline(2)", 2)]

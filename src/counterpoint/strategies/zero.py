@@ -178,6 +178,10 @@ class Zero(Strategy):
         use = _UnitUse.from_rank_program(rank_program, units, whole)
         if self.level == 1:
             rank_program = _reduce_scatter_before_update(rank_program, group)
+        elif not any(use.sharded.values()):
+            rank_program = map_parts(
+                rank_program, lambda body: [new for one in body for new in _with_reduce_scatter(one, group, use)]
+            )
         elif self.reshard_after_forward == "off":
             rank_program = map_parts(rank_program, lambda body: list(_all_gather_once(body, group, use)))
         else:

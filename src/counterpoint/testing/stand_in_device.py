@@ -117,6 +117,12 @@ class StandInStorage:
 
     size = nbytes
 
+    @property
+    def _cdata(self) -> int:
+        """The identity of a storage."""
+        identity: int = cast("Any", self._allocation.storage)._cdata  # noqa: SLF001 - it has no public name
+        return identity
+
     def _weak_ref(self) -> int:
         """Return what ``StorageWeakRef`` keeps of a storage."""
         weak_ref: int = cast("Any", self._allocation.storage)._weak_ref()  # noqa: SLF001 - it has no public name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -27,7 +27,9 @@ from counterpoint.planner.prepare import with_explicit_partition
 from counterpoint.runtime.loss.loss_parameters import add_loss_params
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
+from counterpoint.terminal_text import warn
 from counterpoint.training.options import TrainingOptions
+from counterpoint.viz.number_format import format_bytes
 
 FLOAT32_BYTES = 4
 
@@ -102,8 +104,21 @@ def find_held_casts(partition: PartitionedModel, model: nn.Module) -> Mapping[st
     return casts if isinstance(partition, WholeModel) else {name: casts[name] for name in casts.keys() & read.keys()}
 
 
-def partition_for_plan(plan: Plan, model: nn.Module, inputs: Any, options: TrainingOptions) -> PartitionedModel:  # noqa: ANN401 - whatever it takes
+def partition_for_plan(
+    plan: Plan,
+    model: nn.Module,
+    inputs: Any,  # noqa: ANN401 - whatever it takes
+    options: TrainingOptions,
+    on_whole: Callable[[PlanError], None] | None = None,
+) -> PartitionedModel:
     """Partition the model as the plan needs; ``prefer_blocks`` falls back to the whole model.
+
+    Args:
+        plan: to train with.
+        model: the user's.
+        inputs: of a microbatch.
+        options: of the training.
+        on_whole: called with the reason if the plan prefers blocks, but the model cannot be divided into some.
 
     Raises:
         PlanError: the model cannot be partitioned so.
@@ -121,8 +136,11 @@ def partition_for_plan(plan: Plan, model: nn.Module, inputs: Any, options: Train
     if granularity == "prefer_blocks":
         try:
             return partition(granularity="blocks")
-        except PlanError:
-            return partition(granularity="whole")
+        except PlanError as error:
+            whole = partition(granularity="whole")
+            if on_whole is not None:
+                on_whole(error)
+            return whole
     try:
         return partition(granularity=granularity, split_points=plan.split_modules)
     except PlanError as error:
@@ -130,6 +148,24 @@ def partition_for_plan(plan: Plan, model: nn.Module, inputs: Any, options: Train
             raise
         remedy = "omit the pass recompute" if what == "recompute" else "give compile=segments"
         raise PlanError(f"{what} needs a model in blocks: {error}; or {remedy}") from error
+
+
+def warn_single_unit(model: nn.Module, plan: str, reason: PlanError) -> None:
+    """Warn that ranks that hold shards of weights gather all of them at once.
+
+    Args:
+        model: the user's.
+        plan: as text.
+        reason: why the model cannot be divided into blocks.
+    """
+    num_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
+    warn(
+        f"{plan} gathers weights block by block, but {type(model).__name__} cannot be divided into blocks: "
+        f"{str(reason).partition('; ')[0]}; so every rank holds all of its weights, {format_bytes(num_bytes)}, in each "
+        "forward and each backward, and waits for them before it; make the model an nn.Sequential of its blocks, or "
+        "give level=2, which holds as much and sends less",
+        stacklevel=2,
+    )
 
 
 def finest_partition(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Literal
 from zlib import crc32
 
@@ -35,7 +35,7 @@ from counterpoint.training.between_steps.attribute_changes import AttributeCheck
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
 
-DTYPE_OF, VERSION_OF = attrgetter("dtype"), attrgetter("_version")
+DTYPE_OF, VERSION_OF, ADDRESS_OF = attrgetter("dtype"), attrgetter("_version"), methodcaller("data_ptr")
 
 
 class ModelChanges:
@@ -360,7 +360,7 @@ class OwnViews:
         """Return the name of a parameter that has other memory than its part of the flat weights; empty for none."""
         start = self.storage.weights.data_ptr()
         with without_stale_reads():
-            places = [*map(Tensor.data_ptr, self.tensors)]
+            places = [*map(ADDRESS_OF, self.tensors)]
         expected = [start + offset for offset in self.offsets]
         if places == expected:
             return ""

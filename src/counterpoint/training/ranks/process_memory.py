@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from counterpoint.launchers.variables import allocator_variables
 from counterpoint.model.spec import ModelSpec
 from counterpoint.runtime.malloc import heap_of_process
+from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.rank_builder import RankRuntime
 
 
@@ -69,7 +70,7 @@ class ReleasedParameters:
     def for_ranks(model: nn.Module, ranks: Mapping[int, RankRuntime], spec: ModelSpec) -> ReleasedParameters:
         """Return the parameters of which the rank of this process has another copy, a shard, or nothing.
 
-        None, if it has a whole copy of each.
+        None, if it has a whole copy of each, and updates it whole.
 
         Args:
             model: the user's model.
@@ -93,6 +94,7 @@ class ReleasedParameters:
             has_all
             and all(param.numel() == store.params[name].numel() for name, param in unread.items())
             and all(storage.local_shard is storage.weights for storage in store.flat_params())
+            and all(unit.role.update_shard in {None, WHOLE} for unit in store.units.values())
         )
         return ReleasedParameters({} if has_whole else unread, has_all=has_all)
 

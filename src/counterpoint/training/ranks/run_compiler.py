@@ -30,6 +30,7 @@ from counterpoint.partitioning.tracing.verify_tensor_parallel import verify_tens
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Forward
 from counterpoint.program.program import Program
+from counterpoint.program.units import freed_weights
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
@@ -59,6 +60,7 @@ from counterpoint.training.model_partition import (
     build_model_spec,
     describe_trained,
     partition_for_plan,
+    warn_single_unit,
     with_loss_pass,
     with_partition,
 )
@@ -124,7 +126,8 @@ class RunCompiler:
         Raises:
             PlanError: the model and the plan do not fit together.
         """
-        partition, state = self.partition_model(plan, inputs, read_batch)
+        whole_reasons: list[PlanError] = []
+        partition, state = self.partition_model(plan, inputs, read_batch, whole_reasons.append)
         uses_rng = partition.uses_rng
         draws = uses_rng or state.uses_other_generators
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
@@ -137,6 +140,8 @@ class RunCompiler:
         full_plan = with_partition(with_loss_pass(plan, options), spec, options.profile)
         compiled = compile(full_plan, spec, samples_per_micro=microbatch_size)
         num_microbatches = len(compiled.program.micros)
+        if whole_reasons and fabric.rank == 0 and freed_weights(one for _, one in compiled.program.instructions()):
+            warn_single_unit(self.model, str(plan), whole_reasons[0])
         scaling_code = self.require_parts(plan, partition, compiled, inputs, state)
         require_version_memory(compiled, fabric.hosts, fabric.rank)
         keeps_grads = applies_one_gradient(plan, compiled)
@@ -176,15 +181,22 @@ class RunCompiler:
         plan: Plan,
         inputs: Any,  # noqa: ANN401 - as above
         read_batch: Callable[[], Any] | None,
+        on_whole: Callable[[PlanError], None],
     ) -> tuple[PartitionedModel, ForwardState]:
         """Partition the model as a plan needs; return also what its forward leaves behind, if it sees parts of a batch.
+
+        Args:
+            plan: the plan.
+            inputs: the model's inputs for one microbatch, on its device.
+            read_batch: returns the inputs of the whole batch; None if they cannot be read.
+            on_whole: called with the reason if the plan prefers blocks, but the model cannot be divided into some.
 
         Raises:
             PlanError: ranks cannot train it so.
             DataError: a table gets offsets of the batch, which is divided.
         """
         with explain_input_errors(self.model, inputs):
-            partition = partition_for_plan(plan, self.model, inputs, self.options)
+            partition = partition_for_plan(plan, self.model, inputs, self.options, on_whole)
         precision = parse_precision(self.options.precision)
         trains_copies = precision is not None and precision.holds_casts
         GradHookCheck(self.trained, partition, plan, trains_copies=trains_copies).require_none_unseen()
