@@ -324,6 +324,7 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name_where_it_must_be_split
     assert "train it with a strategy that keeps the model whole (data, zero of level 1 or 2, server)" in text
 
 
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
 @pytest.mark.long(quick=["zero(2, level=1)", "server(2)"])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in {"pipeline(2)", "tensor(2)"}])
 def test_a_model_that_cannot_be_traced_trains_where_it_need_not_be_split(strategy):
