@@ -85,7 +85,7 @@ class Precision:
         self._require_masters()
 
     def _require_masters(self) -> None:
-        """Check that there can be master weights beside weights in the dtype of the forward.
+        """Check that gradients and casts have a dtype in which weights can be held, next to float32 master weights.
 
         Raises:
             PlanError: there is no narrower dtype, gradients are summed in another one, or weights have no masters.

@@ -153,7 +153,8 @@ class CustomBackwardDetector(TorchFunctionMode):
         if self.differentiating:
             raise PlanError(
                 f"{_locate(model, self.differentiating[0])} differentiates in its forward (torch.autograd), but a "
-                f"model is split along the operations of its forward, of which a gradient is none; {WHOLE_MODEL_RULE}"
+                "model is split along the operations of its forward, and the computation of gradients is none of them; "
+                f"{WHOLE_MODEL_RULE}"
             )
 
 
