@@ -123,6 +123,24 @@ def exported_weights_given_other_memory():
     step(*dataset(12).tensors)
 
 
+def weights_changed_through_data():
+    """On all ranks of a host that share one copy, which would be changed twice."""
+    model = mlp()
+    step = step_of(model)
+    step(*dataset(12).tensors)
+    model[2].weight.data.mul_(0.9)
+    step(*dataset(12).tensors)
+
+
+def own_weights_changed_through_data():
+    """On all ranks, of which each has a copy; return the loss of the next step."""
+    model = mlp()
+    with step_of(model, share_params_on_host=False) as step:
+        step(*dataset(12).tensors)
+        model[2].weight.data.mul_(0.9)
+        return float(step(*dataset(12).tensors))
+
+
 def optimizer_state_read_in_a_loop():
     model = mlp()
     with step_of(model, optim.Adam(model.parameters())) as step:
@@ -132,6 +150,7 @@ def optimizer_state_read_in_a_loop():
 
 CONTINUING_SCRIPTS = (
     more_threads_than_cores, workers_that_are_forked_late, noise_for_many_samples_at_once, an_optimizer_from_before,
-    the_same_samples_under_horovod, optimizer_state_read_in_a_loop, weights_changed_unseen,
+    the_same_samples_under_horovod, optimizer_state_read_in_a_loop, own_weights_changed_through_data,
+    weights_changed_unseen,
 )  # fmt: skip
 """Scripts after which all ranks can continue, and a last one after which they cannot."""

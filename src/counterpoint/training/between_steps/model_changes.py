@@ -151,6 +151,7 @@ class ModelChanges:
         if self.step_facts is not None:
             self.step_facts.end_step()
             self.buffers.end_step()
+            self.weights.record_samples()
 
 
 class StructureCheck:
@@ -249,7 +250,7 @@ class ParameterMutationCheck:
 
     Changes in place are found by torch's version counters. These do not count changes through ``.data`` or numpy, so
     that sums of values and of squares are compared, too, in steps before which the trained values were loaded into the
-    model.
+    model; and some values of each parameter of which the processes of a host share one copy.
 
     Args:
         model: the user's model.
@@ -287,6 +288,28 @@ class ParameterMutationCheck:
     def record_values(self) -> None:
         """Accept the current values as those that the ranks have."""
         self.versions, self.measures = self.version_counters(), self.measure_values()
+        for views in self.own_views:
+            views.samples = None  # until the next step
+
+    def record_samples(self) -> None:
+        """Take note of some values of the weights that a step has updated in place."""
+        for views in self.own_views:
+            views.samples = views.read_samples()
+
+    def require_same_samples(self, plan: str) -> None:
+        """Check that the weights have the values of :meth:`record_samples`.
+
+        Raises:
+            DataError: they have others.
+        """
+        name = next(filter(None, (views.find_changed() for views in self.own_views)), "")
+        if name:
+            raise DataError(
+                f"{name} of the model was changed between two steps, through .data or numpy or by another process of this "
+                f"host, but under {plan} these processes share one copy of the weights, in which each of them would make "
+                "the change again; change weights inside `with step.full_weights(writeback=True) as model:`, or between "
+                "step.export_weights() and step.import_weights()"
+            )
 
     def require_same_places(self, plan: str, location: str) -> None:
         """Check that parameters have the memory that ranks update.
@@ -320,6 +343,10 @@ class ParameterMutationCheck:
         self.require_same_places(plan, location)
         if not self.params:
             return
+        self._require_same_versions(plan, location)
+        self.require_same_samples(plan)
+
+    def _require_same_versions(self, plan: str, location: str) -> None:
         versions, measures = self.version_counters(), self.measure_values() if self.measures else []
         if versions == self.versions and measures == self.measures:
             self.measures = []
@@ -346,6 +373,9 @@ class OwnViews:
     Args:
         storage: has the weights.
         model: whose parameters they are.
+
+    Attributes:
+        samples: some values of each parameter after the last step; None if they are not known.
     """
 
     def __init__(self, storage: FlatParams, model: nn.Module) -> None:
@@ -355,6 +385,9 @@ class OwnViews:
         self.tensors = [storage.params[slot.name] for slot in slots]
         self.names = [names[id(param)] for param in self.tensors]
         self.offsets = [slot.start * storage.weights.element_size() for slot in slots]
+        spread = [torch.linspace(slot.start, slot.stop - 1, NUM_SAMPLES, dtype=torch.float64) for slot in slots]
+        self.indices = torch.cat(spread).round().long() if spread else torch.empty(0, dtype=torch.long)
+        self.samples: Tensor | None = None
 
     def find_moved(self) -> str:
         """Return the name of a parameter that has other memory than its part of the flat weights; empty for none."""
@@ -366,7 +399,27 @@ class OwnViews:
             return ""
         return next(name for name, place, own in zip(self.names, places, expected, strict=True) if place != own)
 
+    def read_samples(self) -> Tensor | None:
+        """Return the bits of some values of each parameter, evenly spaced; None if no other process has the weights."""
+        weights = self.storage.weights
+        if not self.storage.grads.is_shared:
+            return None
+        return weights.detach().view(BITS_OF[weights.element_size()]).index_select(0, self.indices)
 
+    def find_changed(self) -> str:
+        """Return the name of a parameter whose samples have changed; empty for none."""
+        if self.samples is None:
+            return ""
+        samples = self.read_samples()
+        if samples is None or torch.equal(samples, self.samples):
+            return ""
+        return self.names[int((samples != self.samples).nonzero()[0]) // NUM_SAMPLES]
+
+
+NUM_SAMPLES = 8
+"""Values of each parameter that are compared, evenly spaced from the first to the last."""
+BITS_OF = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as long as floating point numbers, so that nan equals itself."""
 CHUNK_VALUES = 1 << 16  # measured at once, so that no copy of a whole parameter in float64 is made
 
 
