@@ -248,6 +248,65 @@ def test_clamped_gradients_of_means_are_those_of_a_loop():
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+class OwnLoss(Layers):
+    """Returns the mean of a loss, whose gradient is changed by a function."""
+
+    def __init__(self, change, *, is_of_each=False):
+        super().__init__()
+        self.change, self.is_of_each = [change], is_of_each
+
+    def forward(self, x, targets):
+        losses = (self.last(self.first(x)) - targets).square().mean(1)
+        if self.is_of_each:
+            return BackwardOf.apply(losses, *self.change).mean()
+        return BackwardOf.apply(losses.mean(), *self.change)
+
+
+def ignore_the_argument(grad):
+    return torch.ones_like(grad)
+
+
+def scale_by_the_norm(grad):
+    return grad / grad.norm()
+
+
+def clamp_each(grad):
+    return grad.clamp(-0.03, 0.03)
+
+
+def train_own_loss(model, strategy, num_microbatches, loss=lambda output, _: output):
+    inputs = {"x": features(6, 4).double(), "targets": torch.ones(6, 2).double()}
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, loss, strategy=strategy, num_microbatches=num_microbatches) as step:
+        step(inputs, inputs["targets"])
+        step.export_weights()
+
+
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero(2, level=3)", 1)])
+@pytest.mark.parametrize(
+    ("change", "is_of_each"), [(ignore_the_argument, False), (scale_by_the_norm, True)], ids=["constant", "scaled"]
+)
+def test_gradients_of_a_models_own_loss_that_are_not_those_of_its_parts_are_refused(
+    change, is_of_each, strategy, num_microbatches
+):
+    model = OwnLoss(change, is_of_each=is_of_each).double()
+    with pytest.raises(PlanError, match=r"the number that OwnLoss computes .* because of the autograd function Back"):
+        train_own_loss(model, strategy, num_microbatches)
+    train_own_loss(model, "solo", 1)
+
+
+@pytest.mark.parametrize("change", [clamp_each, lambda grad: 2 * grad], ids=["clamped", "doubled"])
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 3), ("data(2)", 1)])
+def test_gradients_of_a_models_own_loss_that_are_those_of_its_parts_are_a_loops(change, strategy, num_microbatches):
+    models = [OwnLoss(change, is_of_each=True).double() for _ in range(2)]
+    models[0](features(6, 4).double(), torch.ones(6, 2).double()).backward()
+    optim.SGD(models[0].parameters(), lr=0.1).step()
+    train_own_loss(models[1], strategy, num_microbatches)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("kind", "shape"), [(Masked, (6, 6)), (KeysMasked, (6,))])
 def test_a_mask_as_long_as_the_batch_is_refused_unless_it_is_named(kind, shape):
     """A microbatch of one sample had one row of it, which is broadcast."""

@@ -265,7 +265,8 @@ def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_
     autograd ``Function``, or a hook on the gradient of an activation, may do something else: divide by the norm over
     all samples, or scale them together before they are rounded, as some products in fp8 do. So if a forward has one of
     these, it runs in training mode on a microbatch and on both halves, with random numbers replaced by constants, and
-    the gradients of ``sum(output * factors)`` are compared.
+    the gradients of ``sum(output * factors)`` are compared. Those of a number that the model computes from all samples,
+    such as its loss, are compared with those of the halves' numbers, each times its share, if it is a mean or a sum.
 
     The check is skipped for a model that does not run on half a microbatch, whose gradients differ between two runs, or
     which has norms without running statistics.
@@ -294,9 +295,23 @@ def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_
     # training raises it again, with its location
     with suppress(Exception), _training_without_draws(model), torch.enable_grad(), detector:
         found, is_proportional = _compare_gradients(model, inputs, params, detector)
+    scalars = GradientCodeDetector()
     if found is None:
-        return "" if is_proportional else " or ".join(detector.names)
+        with suppress(Exception), _training_without_draws(model), torch.enable_grad(), scalars:
+            found, is_in_proportion = _compare_scalar_gradients(model, inputs, params, scalars)
+            is_proportional = is_proportional and is_in_proportion
+    if found is None:
+        return "" if is_proportional else " or ".join(detector.names or scalars.names)
     name, error = found
+    if scalars.names:
+        raise PlanError(
+            f"the gradient of {name} for the number that {type(model).__name__} computes from a microbatch differs by "
+            f"{error:.1e} of its largest value from those for its halves, each times its share, because of "
+            f"{' or '.join(scalars.names)}; {plan} computes a batch as {num_microbatches} separate microbatches, and "
+            "backward starts from the share of each; let backward(ctx, grad_output) multiply what it returns with "
+            "grad_output, compute the gradient of each sample from this sample alone, give num_microbatches=1 on one "
+            "rank, or pass cross_sample='accept' if each microbatch is intended to be a batch of its own"
+        )
     raise PlanError(
         f"the gradient of {name} in {type(model).__name__} is not the sum of those of its samples: for a microbatch it "
         f"differs from those of its halves by {error:.1e} of its largest value, perhaps by a value of all samples in "
@@ -341,6 +356,46 @@ def _compare_gradients(
     errors = gradient_errors(whole, sums, detector.eps)
     largest = max(zip(params, errors, strict=True), key=lambda pair: pair[1])
     return largest if largest[1] else None, is_proportional
+
+
+def _compare_scalar_gradients(
+    model: nn.Module, inputs: Inputs, params: Mapping[str, nn.Parameter], detector: GradientCodeDetector
+) -> tuple[tuple[str, float] | None, bool]:
+    """Compare the gradients of a mean or sum over all samples with those of halves, each times its share.
+
+    Returns:
+        As :func:`_compare_gradients`; of a number that is neither a mean nor a sum over samples, such as a mean over
+        tokens, only whether its gradients are proportional to what backward starts from.
+    """
+    batch_size = max(num_samples(inputs), 2)
+    middle = batch_size // 2
+    bounds = ((0, batch_size), (0, middle), (middle, batch_size))
+    is_proportional = True
+
+    def differentiate(number: Tensor, start: float) -> list[Tensor | None]:
+        """Return the gradients if backward starts from a factor."""
+        factor = torch.full_like(number, start)
+        return list(torch.autograd.grad(number, [*params.values()], factor, retain_graph=True, allow_unused=True))
+
+    runs = [_run_model(model, _resize_batch(inputs, *ends, cuts_lists=True)) for ends in bounds]
+    for whole, *halves in zip(*runs, strict=True):
+        if whole.dim() or not whole.requires_grad:
+            continue
+        detector.find_functions([whole])
+        if not detector.names:
+            continue
+        gradients = differentiate(whole, 1.0)
+        for shares in ((middle / batch_size, 1 - middle / batch_size), (1.0, 1.0)):
+            expected = sum(half.item() * share for half, share in zip(halves, shares, strict=True))
+            if abs(expected - whole.item()) <= detector.eps**0.5 * abs(whole.item()):
+                parts = [differentiate(half, share) for half, share in zip(halves, shares, strict=True)]
+                sums = [None if one is None or two is None else one + two for one, two in zip(*parts, strict=True)]
+                errors = gradient_errors(gradients, sums, detector.eps)
+                largest = max(zip(params, errors, strict=True), key=lambda pair: pair[1])
+                return largest if largest[1] else None, is_proportional
+        doubled = [None if one is None else one / 2 for one in differentiate(whole, 2.0)]
+        is_proportional = is_proportional and not any(gradient_errors(gradients, doubled, detector.eps))
+    return None, is_proportional
 
 
 def _make_factors(output: Tensor, start: int) -> Tensor:
