@@ -12,7 +12,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import CodeType, FunctionType
 from typing import Any, Protocol, cast
 from zlib import crc32
@@ -45,6 +45,7 @@ CHANGE_EQUALLY = (
 )
 NUM_COMPARED = 16
 """Values of each tensor of a batch that are compared in a step."""
+IMMUTABLE = (bool, int, float, str, type(None))
 TRAINING_OF = itemgetter("training")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 NOT_IN_A_STEP = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "_reset_parameters"}
@@ -81,8 +82,8 @@ class StepFacts:
     def __init__(self, optimizer: optim.Optimizer, modules: Mapping[str, nn.Module], buffers: ChangedBuffers) -> None:
         self.optimizer = optimizer
         self.buffers = buffers
-        self.attributes = PlainAttributes(modules)
-        self.modes = ModuleModes(modules)
+        self.settings = ModuleSettings(modules)
+        self.options: tuple[list[object], tuple[object, ...]] = ([], ())  # the last values and their digests
         self.batch: MicrobatchSource | None = None
         self.digest = 0
 
@@ -90,15 +91,23 @@ class StepFacts:
         """Take note of what the user has given for a step."""
         self.batch, self.digest = batch, 0
         if any(batch.sizes.values()):
-            options = [digest_option(value) for value in self.option_values()]
-            changes = (*self.attributes.find_changes(), *self.modes.find_changes(), *self.buffers.digest_changes())
-            parts = (*options, *digest_batch(batch), *digest_autocasts(), *changes)
+            changes = (*self.settings.find_changes(), *self.buffers.digest_changes())
+            parts = (*self.digest_options(), *digest_batch(batch), *digest_autocasts(), *changes)
             self.digest = (hash(parts) & ((1 << DIGEST_BITS) - 1)) or 1
 
     def end_step(self) -> None:
         """Take note of the attributes and modes that the step itself has changed, which are not compared."""
-        self.attributes.end_step()
-        self.modes.end_step()
+        self.settings.end_step()
+
+    def digest_options(self) -> tuple[object, ...]:
+        """Return a digest of each option of the optimizer; the last ones if these are the same objects."""
+        values = [*self.option_values()]
+        last, digests = self.options
+        if len(values) != len(last) or not all(map(is_, values, last)):
+            digests = tuple(map(digest_option, values))
+            is_constant = all(isinstance(value, IMMUTABLE) for value in chain.from_iterable(map(_items, values)))
+            self.options = (values if is_constant else [], digests)
+        return digests
 
     def option_values(self) -> Iterator[object]:
         """Yield the options of all groups, without parameters and their names."""
@@ -132,11 +141,62 @@ class StepFacts:
         return [
             *facts,
             ["the autocast of the call", ", ".join(autocasts) or "none"],
-            *self.attributes.describe(),
-            *self.modes.describe(),
+            *self.settings.describe(),
             *describe_batch(self.batch),
             *self.buffers.describe(),
         ]
+
+
+class ModuleSettings:
+    """The plain attributes and the modes of modules, which are read together twice in a step.
+
+    Only if one of them differs from the last time, it is looked for what has changed.
+
+    Args:
+        modules: by a name for errors.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.attributes = PlainAttributes(modules)
+        self.modes = ModuleModes(modules)
+        self.holders: tuple[dict[str, Any], ...] = ()
+        self.keys: tuple[str, ...] = ()
+        self.last: list[object] = []
+        self.changes: tuple[int, ...] = ()  # of the last time
+        self.find_places()
+
+    def find_places(self) -> None:
+        """Take note of where the settings are, those of a module after each other."""
+        by_module: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        modes = [(attributes, "training") for _, of_root, _ in self.modes.roots for attributes in of_root]
+        for place in chain(modes, zip(self.attributes.holders, self.attributes.keys, strict=True)):
+            by_module.setdefault(id(place[0]), []).append(place)
+        places = [*chain.from_iterable(by_module.values())]
+        self.holders, self.keys = tuple(holder for holder, _ in places), tuple(key for _, key in places)
+        self.last = []
+
+    def read(self) -> list[object]:
+        """Return the present values."""
+        return [*map(dict.get, self.holders, self.keys)]
+
+    def find_changes(self) -> tuple[int, ...]:
+        """Return a digest of each setting that has another value than at first."""
+        values = self.read()
+        if values != self.last:
+            self.changes = (*self.attributes.find_changes(), *self.modes.find_changes())
+            self.last = values
+        return self.changes
+
+    def describe(self) -> list[list[str]]:
+        """Return the settings by name."""
+        return [*self.attributes.describe(), *self.modes.describe()]
+
+    def end_step(self) -> None:
+        """Leave out what has changed since :meth:`find_changes`."""
+        if self.read() != self.last:
+            self.attributes.end_step()
+            self.modes.end_step()
+            self.find_places()
 
 
 class PlainAttributes:
@@ -150,13 +210,12 @@ class PlainAttributes:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        kinds = (bool, int, float, str, type(None))
         entries = [
             (f"{path}.{key}".lstrip(".") + f" of {what}", vars(module), key)
             for what, root in modules.items()
             for path, module in root.named_modules()
             for key, value in plain_attributes(module)
-            if isinstance(value, kinds) and reads(module, key)
+            if isinstance(value, IMMUTABLE) and reads(module, key)
         ]
         self.names = [name for name, _, _ in entries]
         self.holders = [attributes for _, attributes, _ in entries]
@@ -275,6 +334,10 @@ def _names_read_by(kind: Hashable) -> frozenset[str] | None:
         names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(names)
+
+
+def _items(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def digest_option(value: object) -> object:

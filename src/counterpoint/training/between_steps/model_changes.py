@@ -307,8 +307,9 @@ class ParameterMutationCheck:
             raise DataError(
                 f"{name} of the model was changed between two steps, through .data or numpy or by another process of "
                 f"this host, but under {plan} these processes share one copy of the weights, in which each of them "
-                "would make the change again; change weights inside `with step.full_weights(writeback=True) as model:`, "
-                "or between step.export_weights() and step.import_weights()"
+                "would make the change again; change weights inside "
+                "`with step.full_weights(writeback=True) as model:`, or between step.export_weights() and "
+                "step.import_weights()"
             )
 
     def require_same_places(self, plan: str, location: str) -> None:
