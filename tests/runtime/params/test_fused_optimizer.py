@@ -14,8 +14,8 @@ from counterpoint.fabric.shm.native import native
 from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.fused_optimizer import (
     are_contiguous,
+    find_fused_groups,
     fused_update,
-    fused_update_dtypes,
 )
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}")
@@ -34,9 +34,9 @@ RULES: dict[str, Any] = {
 
 def take_fused_step(optimizer, sources=None):
     """Step with gradients from sources, and else the tensors' own."""
-    dtypes = fused_update_dtypes(optimizer)
-    assert dtypes is not None
-    fused_update(optimizer, dtypes, sources or {})
+    groups = find_fused_groups(optimizer)
+    assert groups is not None
+    fused_update(optimizer, groups, sources or {})
 
 
 def run_both(rule, dtype, num_parts, num_steps=4):
@@ -87,7 +87,7 @@ def test_the_state_is_that_of_torch(rule):
     ids=["another rule", "another dtype", "capturable", "a class of the user's"],
 )
 def test_optimizers_that_may_differ_are_left_to_torch(optimizer):
-    assert fused_update_dtypes(optimizer(nn.Parameter(torch.zeros(3)))) is None
+    assert find_fused_groups(optimizer(nn.Parameter(torch.zeros(3)))) is None
 
 
 def weights_and_rule(rule="adamw"):

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, optim
@@ -49,19 +49,41 @@ def are_contiguous(tensors: Sequence[Tensor]) -> bool:
     return {*map(LAYOUT_OF, tensors)} <= {torch.strided} and all(map(Tensor.is_contiguous, tensors))
 
 
-def fused_update_dtypes(optimizer: optim.Optimizer) -> list[set[torch.dtype]] | None:
-    """Return the dtypes of each group's tensors; None if a step with these options is left to the optimizer itself."""
+class FusedGroup(NamedTuple):
+    """What a fused step knows of the parameters of an option group.
+
+    Args:
+        dtypes: of the parameters.
+        is_collected: whether where their gradients are is known, of all and of no others.
+    """
+
+    dtypes: set[torch.dtype]
+    is_collected: bool
+
+
+def find_fused_groups(optimizer: optim.Optimizer, collected: CollectedGrads | None = None) -> list[FusedGroup] | None:
+    """Return what is known of each option group; None if a step with these options is left to the optimizer itself.
+
+    Args:
+        optimizer: that would take the step.
+        collected: gradients of tensors, if where they are is known; those of parameters have their dtype and device.
+    """
     if native().library is None or type(optimizer) not in FUSED_OPTIMIZERS:
         return None
-    dtypes = [{*map(DTYPE_OF, group["params"])} for group in optimizer.param_groups]
-    supports_all = all(
-        not group.get("differentiable")
-        and not group.get("capturable")
-        and of_group <= {torch.float32, torch.float64}
-        and all(map(IS_CPU, group["params"]))
-        for group, of_group in zip(optimizer.param_groups, dtypes, strict=True)
-    )
-    return dtypes if supports_all else None
+    groups = []
+    for options in optimizer.param_groups:
+        params = options["params"]
+        is_collected = collected is not None and collected.are_of(params)
+        dtypes = {collected.dtype} if collected is not None and is_collected else {*map(DTYPE_OF, params)}
+        if (
+            options.get("differentiable")
+            or options.get("capturable")
+            or not dtypes <= {torch.float32, torch.float64}
+            or not (is_collected or all(map(IS_CPU, params)))
+        ):
+            return None
+        groups.append(FusedGroup(dtypes, is_collected))
+    return groups
 
 
 def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) -> bool:
@@ -71,7 +93,7 @@ def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) 
 
 def fused_update(
     optimizer: optim.Optimizer,
-    dtypes: Sequence[set[torch.dtype]],
+    groups: Sequence[FusedGroup],
     sources: Mapping[int, GradSource],
     collected: CollectedGrads | None = None,
 ) -> None:
@@ -79,7 +101,7 @@ def fused_update(
 
     Args:
         optimizer: has the state, as after its own step.
-        dtypes: what :func:`fused_update_dtypes` returned for it.
+        groups: what :func:`find_fused_groups` returned for it and the same ``collected``.
         sources: the gradient of each tensor, by ``id``; that of other tensors is their own, ``tensor.grad``.
         collected: gradients of tensors, if where they are is known.
 
@@ -89,14 +111,13 @@ def fused_update(
     fused = FUSED_OPTIMIZERS[type(optimizer)]
     for options in optimizer.param_groups:
         native_fields(fused, options, 1.0)  # raises before any state is changed
-    for options, dtypes_of_group in zip(optimizer.param_groups, dtypes, strict=True):
+    for options, (dtypes, is_collected) in zip(optimizer.param_groups, groups, strict=True):
         as_rows = supports_row_updates(optimizer, options)
         ranges = (
             {id(tensor): sources[id(tensor)](as_rows=as_rows) for tensor in options["params"] if id(tensor) in sources}
             if sources
             else {}
         )
-        is_collected = collected is not None and collected.are_of(options["params"])
         tensors = (
             options["params"]
             if is_collected
@@ -105,7 +126,7 @@ def fused_update(
         if not tensors:
             continue
         histories = fused.prepare_states(optimizer.state, options, tensors)
-        for dtype, history, batch in group_tensors(tensors, dtypes_of_group, histories):
+        for dtype, history, batch in group_tensors(tensors, dtypes, histories):
             is_first, step_number = history
             step = OptimizerStep(
                 kind=fused.kind,
@@ -118,9 +139,9 @@ def fused_update(
             if ranges:
                 update_ranges(step, batch, states, ranges)
             elif is_collected and batch is tensors and collected is not None:
-                update_tensors(step, batch, states, collected.addresses, [1] * len(batch), collected.counts)
+                update_tensors(step, batch, states, collected.addresses, counts=collected.counts)
             else:
-                update_tensors(step, batch, states, read_addresses(own_grads(batch)), [1] * len(batch))
+                update_tensors(step, batch, states, read_addresses(own_grads(batch)))
         increment_version(tensors)
 
 
@@ -202,7 +223,7 @@ def update_tensors(
     weights: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
     parts: Addresses,
-    num_parts: Sequence[int],
+    num_parts: Sequence[int] | None = None,
     counts: Counts | None = None,
 ) -> None:
     """Step contiguous tensors in one call of the native library.
@@ -212,17 +233,22 @@ def update_tensors(
         weights: the tensors, all of one dtype.
         states: for each kind of state, that of each tensor.
         parts: where the tensors are whose sums are the gradients, those of one gradient after those of another.
-        num_parts: how many of them make up each tensor's gradient.
+        num_parts: how many of them make up each tensor's gradient; None for one each.
         counts: the numbers of elements of the tensors, if they are at hand.
     """
     library = native().library
     assert library is not None, "fused_update_dtypes has checked it"
     step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
     step.counts = make_counts(map(Tensor.numel, weights)) if counts is None else counts
-    step.num_parts = make_counts(num_parts)
+    step.num_parts = _ones(len(weights)) if num_parts is None else make_counts(num_parts)
     step.parts, step.weights = parts, read_addresses(weights)
     step.state0, step.state1, step.state2 = [*map(read_addresses, states), None, None, None][:3]
     library.cp_optimizer_step(byref(step))
+
+
+@cache
+def _ones(count: int) -> Counts:
+    return make_counts([1] * count)
 
 
 def own_grads(tensors: Sequence[Tensor]) -> list[Tensor]:

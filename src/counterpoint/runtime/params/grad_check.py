@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import NamedTuple
 
@@ -130,20 +131,34 @@ class ParamGroup:
         return self._parts[names]
 
 
-class CollectedGrads(NamedTuple):
+@dataclass(slots=True)
+class CollectedGrads:
     """Dense contiguous gradients of this step, and where they are.
 
     Args:
         params: the parameters by name, each of which has a gradient.
+        dtype: of all.
         grads: of each, kept so that their memory is.
         addresses: of each.
         counts: their numbers of elements, as the native library reads them.
     """
 
     params: Mapping[str, nn.Parameter]
+    dtype: torch.dtype
     grads: Sequence[Tensor]
     addresses: Addresses
     counts: Counts
+    _known: Mapping[str, nn.Parameter] | None = None  # that has been seen to have these parameters
+
+    def are_named(self, params: Mapping[str, nn.Parameter]) -> bool:
+        """Return whether these parameters, in this order, are those with the gradients; found out once for a mapping.
+
+        Args:
+            params: by name; nobody changes the mapping.
+        """
+        if self._known is not params and self.are_of(params.values()):
+            self._known = params
+        return self._known is params
 
     def are_of(self, params: Collection[Tensor]) -> bool:
         """Return whether these parameters, in this order, are those with the gradients."""
@@ -237,7 +252,7 @@ class GradCheck:
             return
         share = part.reader.read_at(addresses) / part.reader.largest_number
         self._record(self.micro, part.params, share, part.reader.largest)
-        self.collected = CollectedGrads(part.params, grads, addresses, part.reader.counts)
+        self.collected = CollectedGrads(part.params, part.reader.dtype, grads, addresses, part.reader.counts)
 
     def check_params(self, params: Mapping[str, nn.Parameter]) -> None:
         """Check the gradients that autograd has put on parameters, except those of :meth:`mark_checked`."""

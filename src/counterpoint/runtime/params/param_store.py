@@ -21,8 +21,8 @@ from counterpoint.runtime.params.fused_optimizer import (
     LAYOUT_OF,
     GradSource,
     are_contiguous,
+    find_fused_groups,
     fused_update,
-    fused_update_dtypes,
 )
 from counterpoint.runtime.params.grad_check import CollectedGrads, GradCheck
 from counterpoint.runtime.params.grad_sinks import FlatGradSink, ParamGradSink, find_flat_sinks, find_param_sinks
@@ -128,7 +128,7 @@ class UnitParams:
         """Return the parameters with a gradient of their own that was not collected, if they have one."""
         if collected is None:
             return self.own_params
-        if collected.are_of(self.own_params.values()):  # usually
+        if collected.are_named(self.own_params):  # usually
             return {}
         return {name: param for name, param in self.own_params.items() if name not in collected.params}
 
@@ -451,8 +451,8 @@ class ParamStore:
     def _try_fused_update(self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
         """Sum gradients and update weights in one pass over memory; return False if that is not possible here."""
         collected = self.grad_check.collected
-        dtypes = fused_update_dtypes(optimizer)
-        if dtypes is None or not all(self.units[unit].is_contiguous(collected) for unit in units):
+        groups = find_fused_groups(optimizer, collected)
+        if groups is None or not all(self.units[unit].is_contiguous(collected) for unit in units):
             return False
         sources = [source for unit in units for source in self.units[unit].grad_sources]
         if any(self.units[unit].skipped for unit in units):
@@ -460,7 +460,7 @@ class ParamStore:
             sources = [None if flag else source for source, flag in zip(sources, is_skipped, strict=True)]
         pairs = zip(tensors, sources, strict=True)
         known_sources = {id(tensor): source for tensor, source in pairs if source is not None}
-        fused_update(optimizer, dtypes, known_sources, collected)
+        fused_update(optimizer, groups, known_sources, collected)
         return True
 
     def _update_with_optimizer(
