@@ -55,6 +55,10 @@ class TensorTree:
         return leaves[0] if self.spec.is_leaf() else tree_unflatten(leaves, self.spec)
 
 
+ONE_TENSOR = TensorTree(tree_structure(None), (None,), (0,))
+"""The structure of a tensor; None is a leaf, too."""
+
+
 def build_tensor_tree(value: Any) -> TensorTree:  # noqa: ANN401
     """Return the structure of a nested value."""
     leaves, spec = tree_flatten(value)
@@ -134,6 +138,8 @@ def require_unchanged_dtypes(first: Any, now: Any) -> None:  # noqa: ANN401
 
 def build_output_tree(value: Any) -> TensorTree:  # noqa: ANN401
     """Return the structure of an output; leaves of unknown types become None if the output has tensors."""
+    if type(value) is Tensor:
+        return ONE_TENSOR
     leaves, spec = tree_flatten(value)
     indices = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     values = (
