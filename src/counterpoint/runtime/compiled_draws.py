@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import DataError
+from counterpoint.runtime.kernels.compiled_linear import is_large_linear, linear_operators
 from counterpoint.runtime.kernels.function_mode import TorchFunction
+from counterpoint.runtime.kernels.weight_grad import LINEAR_FNS
 from counterpoint.runtime.loss.loss_reduction import PARSERS
 from counterpoint.runtime.rng.random_functions import COMPOSITES, IMPLEMENTATIONS
 from counterpoint.runtime.rng.sample_rng import Draw, SampleRange
@@ -101,16 +103,20 @@ def read_draw(draws: Tensor, number: int, shape: Sequence[int]) -> Draw:
 class CompiledMode(TorchFunctionMode):
     """Function mode inside a graph of ``torch.compile``: functions that draw become operators of the graph.
 
-    It also notes whether the graph computes a mean over class indices, as models do that compute their loss themselves.
+    It also notes whether the graph computes a mean over class indices, as models do that compute their loss themselves,
+    and lets the backwards of large linear layers write the gradients of their weights.
 
     Args:
         draws: of :func:`write_draws`, an input of the graph; None for a forward that does not draw from here.
+        ticket: of :class:`CompiledSinks`, likewise; None to return all gradients from the graph.
     """
 
-    def __init__(self, draws: Tensor | None = None) -> None:
+    def __init__(self, draws: Tensor | None = None, ticket: Tensor | None = None) -> None:
         super().__init__()
         self.draws, self.operators = draws, draw_operators()
+        self.ticket, self.linear = ticket, linear_operators().linear
         self.number = 0  # of draws
+        self.num_linears = 0  # whose weight gradients are written
         self.has_mean = False  # over class indices
 
     def __call__(self, path: str) -> None:
@@ -132,6 +138,10 @@ class CompiledMode(TorchFunctionMode):
             return self.call(COMPOSITES[func], *args, **options)
         if func is checkpoint:
             return func(partial(self.call, args[0]), *args[1:], **options)
+        if func in LINEAR_FNS and self.ticket is not None and not options and is_large_linear(args):
+            self.num_linears += 1
+            bias = args[2] if len(args) > 2 else None
+            return self.linear(args[0], args[1], bias, self.ticket, self.num_linears)
         if func is Tensor.unflatten:  # which Dynamo cannot trace as a function
             return args[0].unflatten(*args[1:], **options)
         if self.draws is None or func not in IMPLEMENTATIONS or options.get("generator") is not None:

@@ -34,6 +34,7 @@ from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.compiled_draws import CompiledMode, write_draws
 from counterpoint.runtime.gradient_code import explain_other_scale
+from counterpoint.runtime.kernels.compiled_linear import CompiledSinks
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.kernels.weight_grad import GradSinks, in_place_grad_functions, run_backward
 from counterpoint.runtime.loss.batch_loss import (
@@ -174,6 +175,7 @@ class SegmentExecutor:
             for first, (_, segment) in self.by_first.items()
             if segment.is_compiled
         }
+        self.compiled_sinks = CompiledSinks() if self.compiled_parts else None
         self.trainable_params = {  # of each segment, by first block
             first: ParamGroup({name: store.params[name] for name in segment.params if store.params[name].requires_grad})
             for first, (_, segment) in self.by_first.items()
@@ -205,6 +207,8 @@ class SegmentExecutor:
         self.loss_factors = loss_factors
         self.microbatches_per_batch = microbatches_per_batch
         self.grad_sinks = build_grad_sinks(self.store, self.weight_grad_queue)
+        if self.compiled_sinks is not None:
+            self.compiled_sinks.begin_step(self.store.params.values(), self.grad_sinks.weight_sinks)
         for scalars in (
             self.losses,
             self.pending_losses,
@@ -345,13 +349,20 @@ class SegmentExecutor:
         values = dict(zip(segment.inputs, leaves, strict=False))  # a whole model may have more leaves
         is_whole = self.model.gathers_outputs or micro in self.loss_factors.is_whole
         for part, sites in self.compiled_parts[block]:
-            mode = CompiledMode(write_draws(self.rng.list_draws(sites)) if self.model.uses_rng else None)
+            draws = write_draws(self.rng.list_draws(sites)) if self.model.uses_rng else None
+            mode = CompiledMode(draws, self.sinks_ticket(part))
             inputs = [values[index] for index in part.inputs] if segment.parts else leaves
             with self.autocast(micro):
                 outputs = part(inputs, weights, buffers, mode, self.shapes_of(micro))
             mode.require_complete(f"microbatch {self.step_and_micro(micro)[1]}", is_whole=is_whole)
             values.update(zip(part.outputs, outputs, strict=bool(part.outputs)))
         return tuple(values[index] for index in segment.outputs) or outputs
+
+    def sinks_ticket(self, part: Segment) -> Tensor | None:
+        """Return what a graph finds the sinks of its large weights by; None to return all gradients from the graph."""
+        if self.compiled_sinks is None or self.store.weight_versions is not None or not torch.is_grad_enabled():
+            return None
+        return self.compiled_sinks.ticket_for(self.store.params[name] for name in part.params)
 
     def begin_microbatch(self, micro: int) -> None:
         """Let random numbers be for the samples of this microbatch."""

@@ -208,11 +208,12 @@ def _linear_backward(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -
         return to_input, None, to_bias, None
     if torch.is_grad_enabled() or not ctx.sink.accepts_grads:
         return to_input, rows.t() @ inputs, to_bias, None
-    ctx.sink.submit(partial(_write_product, rows, inputs, ctx.sink))
+    ctx.sink.submit(partial(write_weight_grad, rows, inputs, ctx.sink))
     return to_input, None, to_bias, None
 
 
-def _write_product(rows: Tensor, inputs: Tensor, sink: GradSink) -> None:
+def write_weight_grad(rows: Tensor, inputs: Tensor, sink: GradSink) -> None:
+    """Write the gradient ``rows.T @ inputs`` of a weight to its sink, and check it."""
     target, has_some = sink.target()
     is_bounded = rows.numel() + inputs.numel() < target.numel() and sink.is_bounded(rows, inputs)
     if has_some:

@@ -1,0 +1,142 @@
+"""Weight gradients of linear layers inside graphs of ``torch.compile``, written to gradient sinks as in eager backwards.
+
+A graph returns gradients, so that those of large matrices would be copied to where they are reduced or updated. Here a
+layer is an operator whose backward submits the weight's gradient to its sink, and returns none. Which sinks there are
+is the value of an input of the graph, the ticket, so that identical blocks share a graph. The ticket is also what keeps
+the write in the graph, which drops what nothing reads: the write's result is the gradient of the ticket, always 0::
+
+    forward    x, weight, bias, ticket  ->  linear                ->  output
+    backward   output's gradient        ->  products, sums        ->  gradients of x and bias
+                                        ->  submit_weight_grad    ->  gradient of the ticket
+                                                 '-->  sink of the weight
+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from counterpoint.errors import DataError
+from counterpoint.runtime.kernels.function_mode import TorchFunction
+from counterpoint.runtime.kernels.small_batch_linear import small_batch_linear
+from counterpoint.runtime.kernels.weight_grad import GradSink, write_weight_grad
+from counterpoint.runtime.params.flat_grads import is_large_matrix
+
+
+class CompiledSinks:
+    """The sinks of a rank's large weights, as its graphs find them."""
+
+    def __init__(self) -> None:
+        self.number = next(linear_operators().numbers)
+        self.sinks: list[tuple[nn.Parameter, GradSink]] = []
+        linear_operators().sinks[self.number] = self
+
+    def begin_step(self, params: Iterable[nn.Parameter], sinks: Mapping[int, GradSink]) -> None:
+        """Take the sinks of a step, which are by ``id`` of the weight."""
+        self.sinks = [(param, sinks[id(param)]) for param in params if id(param) in sinks and is_large_matrix(param)]
+
+    def ticket_for(self, params: Iterable[nn.Parameter]) -> Tensor | None:
+        """Return what a graph finds sinks by, an input of it; None unless all large ones of its parameters have one."""
+        known = {id(param) for param, _ in self.sinks}
+        large = [id(param) in known for param in params if is_large_matrix(param)]
+        return torch.tensor([self.number], dtype=torch.float64, requires_grad=True) if large and all(large) else None
+
+    def submit(self, rows: Tensor, inputs: Tensor, weight: Tensor) -> None:
+        """Write a gradient to the weight's sink now: a graph reuses the memory of its factors.
+
+        Args:
+            rows: the gradient of the layer's output, ``(samples, outputs)``.
+            inputs: the layer's input, ``(samples, inputs)``.
+            weight: ``(outputs, inputs)``.
+
+        Raises:
+            DataError: it has no sink, or the gradient belongs to no step.
+        """
+        address = weight.data_ptr()
+        sink = next((sink for param, sink in self.sinks if param.data_ptr() == address), None)
+        if sink is None or not sink.accepts_grads:
+            what = "is no parameter of the model" if sink is None else "is differentiated outside of a step's backward"
+            raise DataError(
+                f"a compiled linear layer's weight of the shape {tuple(weight.shape)} {what}, but graphs write the "
+                "gradients of large weights for the step only; register it as a parameter and call no autograd.grad "
+                "for it, or drop compile="
+            )
+        write_weight_grad(rows, inputs, sink)
+
+
+class LinearOperators(NamedTuple):
+    """Operators of torch for large linear layers.
+
+    Args:
+        linear: ``linear(x, weight, bias, ticket, number)``; the number makes two equal calls different.
+        sinks: those that exist, by number. Torch has operators for the process, and these have no objects.
+        numbers: of new ones.
+    """
+
+    linear: TorchFunction
+    sinks: WeakValueDictionary[int, CompiledSinks]
+    numbers: count[int]
+
+
+@cache
+def linear_operators() -> LinearOperators:
+    """Return the operators, which are registered with torch by the first call.
+
+    Torch keeps compiled graphs between starts and does not see what is in an operator: rename it with its backward.
+    """
+    sinks: WeakValueDictionary[int, CompiledSinks] = WeakValueDictionary()
+
+    @torch.library.custom_op("counterpoint::linear", mutates_args=())
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, number: int) -> Tensor:
+        del ticket, number
+        return small_batch_linear(x, weight, bias).contiguous()
+
+    @torch.library.custom_op("counterpoint::submit_weight_grad", mutates_args=())
+    def submit(rows: Tensor, inputs: Tensor, weight: Tensor, ticket: Tensor, number: int) -> Tensor:
+        del number
+        sinks[int(ticket)].submit(rows, inputs, weight)
+        return torch.zeros_like(ticket)
+
+    @linear.register_fake
+    def _(x, weight, bias, ticket, number):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        del bias, ticket, number
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    @submit.register_fake
+    def _(rows, inputs, weight, ticket, number):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        del rows, inputs, weight, number
+        return torch.empty_like(ticket)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+        del output
+        x, weight, bias, ticket, number = inputs
+        ctx.save_for_backward(x, weight, ticket)
+        ctx.number, ctx.has_bias = number, bias is not None
+
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        x, weight, ticket = ctx.saved_tensors
+        rows, inputs = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
+        to_input = grad_output @ weight if ctx.needs_input_grad[0] else None
+        to_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return to_input, None, to_bias, submit(rows, inputs, weight, ticket, ctx.number), None
+
+    linear.register_autograd(backward, setup_context=save)
+    return LinearOperators(torch.ops.counterpoint.linear, sinks, count())
+
+
+def is_large_linear(args: Sequence[Any]) -> bool:
+    """Return whether the arguments of a linear layer, in a graph, have a weight whose gradient goes to a sink."""
+    x, weight = args[:2]
+    return (
+        isinstance(weight, nn.Parameter)
+        and is_large_matrix(weight)
+        and x.dtype == weight.dtype
+        and not torch.is_autocast_enabled("cpu")
+    )
