@@ -171,8 +171,13 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.num_tokens, bias=False)
         self.head.weight = self.tok.weight
+        self.shape = shape
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize all parameters, those of norms excepted."""
         for name, parameter in self.named_parameters():
-            _init_parameter(name, parameter, shape)
+            _init_parameter(name, parameter, self.shape)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return ``(batch, seq, num_tokens)``."""

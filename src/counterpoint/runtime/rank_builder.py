@@ -59,7 +59,7 @@ from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
-from counterpoint.runtime.params.flat_layout import WHOLE
+from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues
 from counterpoint.runtime.params.grad_check import GradCheck, find_share_factor
 from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
 from counterpoint.runtime.params.shared_params import SharedGradHook
@@ -161,6 +161,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     accelerator: Accelerator,
     is_only: bool = False,
     state_allocator: StateAllocator = nullcontext,
+    first_values: FirstValues | None = None,
 ) -> RankRuntime:
     """Return the rank that ``fabric`` belongs to.
 
@@ -172,15 +173,14 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         accelerator: that the model is on.
         is_only: whether no other rank of this process uses the model, so that it may be trained in its own memory.
         state_allocator: active while optimizer state is allocated.
+        first_values: of parameters that have none; None if the model has them.
 
     Raises:
         PlanError: batch norm modules would have to synchronize where they cannot.
     """
     rank = fabric.rank
     rank_program = run_spec.program.rank_programs[rank]
-    instructions = [
-        instruction for variant in run_spec.step_variants for instruction in variant.program.rank_programs[rank].body
-    ]
+    instructions = [one for variant in run_spec.step_variants for one in variant.program.rank_programs[rank].body]
     roles = find_unit_roles(rank, instructions, run_spec.model_spec)
     needed = {name for unit in roles for name in run_spec.model_spec.units[unit]}
     params = build_local_params(
@@ -202,6 +202,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         rounding=StochasticRounding(run_spec.seed, rank_program.tp_rank) if run_spec.rounds_stochastically else None,
         reduce_dtype=run_spec.reduce_dtype,
         holds_casts=run_spec.holds_casts,
+        first_values=first_values,
     )
     if isinstance(partition, WholeModel):
         replace_params(model, params, store.params)

@@ -7,17 +7,17 @@ broadcast once.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.batch_statistics import modules_with_running_stats
+from counterpoint.partitioning.meta_copy import copy_to_meta
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.params.flat_layout import FlatLayout
 from counterpoint.runtime.params.grad_check import ParamGroup
@@ -72,13 +72,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
     Raises:
         PlanError: a part of it cannot be copied, so it cannot be serialized.
     """
-    memo: dict[int, Any] = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        for param in model.parameters()
-    }
-    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     try:
-        return copy.deepcopy(model, memo)
+        return copy_to_meta(model)
     except TypeError as error:
         raise PlanError(serialization_error(str(error))) from error
 

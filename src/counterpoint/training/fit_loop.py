@@ -290,7 +290,7 @@ class FitLoop:
             if self.progress.step == self.stop_step:
                 self.finish_steps()
                 self.save_last()
-                self.local_ranks.export_weights()
+                self.local_ranks.export_at_end()
                 raise StoppedBySignal(self.describe_stop(), self.stop_signal)
             if self.should_evaluate():
                 self.evaluate()
@@ -299,7 +299,7 @@ class FitLoop:
         self.finish_steps()
         if self.config.evaluation.open_batches is not None and self.last_evaluation_step != self.progress.step:
             self.evaluate()
-        self.local_ranks.export_weights()
+        self.local_ranks.export_at_end()
         self.save_last()
 
     def require_valid_last_batch(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from os import PathLike
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import nn
 
 from counterpoint.device.select import DeviceArgument
 from counterpoint.errors import PlanError
@@ -18,6 +21,9 @@ from counterpoint.runtime.commit.step_commit import StepGuard
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale, LossScale, parse_loss_scale
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.world.cluster import Cluster
+
+InitWeights: TypeAlias = Callable[[nn.Module], object]
+"""Initializes the parameters and buffers of one module in place."""
 
 RENAMED_OPTIONS = {
     "deadline_s": "timeout_s",
@@ -110,6 +116,10 @@ class TrainingOptions:
         num_measured_plans: under ``auto``, how many of the plans that are predicted to be fastest are measured for some
             steps before the first one, in addition to data parallelism; the fastest is used. They train copies of the
             model, on the first batch, without side effects. 0 measures none.
+        init_weights: called with each module of a model on the meta device, children first, after its
+            ``reset_parameters()``, to initialize it in place, as with ``nn.Module.apply``.
+        weights: a safetensors file, its index, or a folder of either, with the parameters and buffers of a model on the
+            meta device.
         cluster: the cluster for the predictions of ``auto``, or the path of its file; None for one laptop core per
             rank.
     """
@@ -138,6 +148,8 @@ class TrainingOptions:
     num_measured_plans: int = 0
     cluster: Cluster | None = None
     profile: ModelProfile | None = None
+    init_weights: InitWeights | None = None
+    weights: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         self._require_types()
@@ -150,6 +162,7 @@ class TrainingOptions:
         parse_compilation(self.compile)
         require_device(self.device)
         require_profile(self.profile)
+        require_first_values(self.init_weights, self.weights)
         require_sample_layout(self.batch_dims, self.shared)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise PlanError(f"clip_norm={self.clip_norm} would leave no gradient; give a positive norm, or None")
@@ -235,6 +248,23 @@ def require_profile(profile: object) -> None:
     if profile is not None and not isinstance(profile, ModelProfile):
         raise PlanError(
             f"profile={profile!r} is a {type(profile).__name__}; give what counterpoint.profile(...) returns"
+        )
+
+
+def require_first_values(init_weights: object, weights: object) -> None:
+    """Check the types of the options that give a model its first values.
+
+    Raises:
+        PlanError: they are others.
+    """
+    if init_weights is not None and not callable(init_weights):
+        raise PlanError(
+            f"init_weights={init_weights!r} is a {type(init_weights).__name__}; give a function of a module, as for "
+            "model.apply(...)"
+        )
+    if weights is not None and not isinstance(weights, str | PathLike):
+        raise PlanError(
+            f"weights={weights!r} is a {type(weights).__name__}; give the path of a safetensors file or of a folder"
         )
 
 

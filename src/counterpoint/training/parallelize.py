@@ -38,6 +38,7 @@ from counterpoint.training.batches.global_batch import (
 )
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
+from counterpoint.training.initialization.materialize import begin_model, describe_sources
 from counterpoint.training.model_checks.validation import OptimizerArgument, min_microbatch_size, wrap_optimizer
 from counterpoint.training.options import RENAMED_VALUES
 from counterpoint.training.plan_resolution import (
@@ -677,7 +678,9 @@ class TrainStep:
         if self.local_ranks.observer is not None:
             self.local_ranks.observer.after_training()
         try:
-            self.export_weights()
+            self.finish()
+            self.flush()
+            self.local_ranks.export_at_end()
         finally:
             self.is_closed = True
             self.open_contexts.close()
@@ -712,7 +715,7 @@ class TrainStep:
         finally:
             self.is_closed = True
             self.open_contexts.close()
-            self.local_ranks.released_params.poison(error)
+            self.local_ranks.drop_stale_weights(error)
             self.local_ranks.close()
             if self.reporter is not None:
                 self.reporter.end(error)
@@ -783,10 +786,11 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         training_options, rank_environment = replace(training_options, num_measured_plans=0), None
         requested_plan = ONE_RANK
     plan = resolve_initial_plan(requested_plan, rank_environment)
+    initial_values = begin_model(model, loss, training_options, rank_environment)
     optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
     accelerator = place_model(training_options.device, model, loss, optimizer_spec.user_optimizers, rank_environment)
     world = open_world(rank_environment, plan.num_ranks, training_options.timeout_s)
-    local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options, accelerator)
+    local_ranks = LocalRanks(world, plan, model, loss, optimizer_spec, training_options, accelerator, initial_values)
     if recorder is not None:
         local_ranks.observe_steps(recorder)
     batch_exchange = None
@@ -798,6 +802,6 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
         has_fixed_microbatches=requested_plan.has_explicit_microbatches,
         auto_strategy=make_auto_strategy(requested_plan, plan, training_options),
         batch_exchange=batch_exchange,
-        plan_facts=requested_plan.describe(plan, training_options.profile),
+        plan_facts=[*requested_plan.describe(plan, training_options.profile), *describe_sources(initial_values)],
         run_dir=run_dir if recorder is None else None,
     )

@@ -34,6 +34,7 @@ from counterpoint.training.checkpointing.per_stage import CheckpointMode
 from counterpoint.training.distributed_world import open_world
 from counterpoint.training.evaluation import MetricsFn, evaluate
 from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, FitConfig, FitLoop
+from counterpoint.training.initialization.materialize import begin_model, describe_sources
 from counterpoint.training.model_checks.validation import (
     OptimizerArgument,
     min_microbatch_size,
@@ -171,6 +172,8 @@ class Trainer:
         self.auto_strategy = make_auto_strategy(requested_plan, self.plan, self.options)
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.has_fixed_microbatches = requested_plan.has_explicit_microbatches
+        self.initial_values = begin_model(model, loss, self.options, self.environment)
+        self.plan_facts = [*self.plan_facts, *describe_sources(self.initial_values)]
         self.optimizer_spec = wrap_optimizer(optimizer, model, loss, strategy)
         self.accelerator = place_model(
             self.options.device, model, loss, self.optimizer_spec.user_optimizers, self.environment
@@ -399,7 +402,7 @@ class Trainer:
                     if fit_loop.config.resume is not None:
                         fit_loop.resume(fit_loop.config.resume)
                     elif self.progress.step:
-                        ranks.import_weights()
+                        ranks.import_if_current()
                         fit_loop.continue_from(self.progress, self.run_id)
                     fit_loop.run()
             except BaseException as raised:
@@ -443,7 +446,7 @@ class Trainer:
         team = self.ensure_ranks(batches)
         team.in_flight.require_flushed("evaluate()")
         if not self.ranks_are_newer:
-            team.import_weights()
+            team.import_if_current()
         with preserve_training_mode(self.model):
             return evaluate(team, batches, metrics)
 
@@ -460,7 +463,7 @@ class Trainer:
             raise CheckpointError("there is nothing to save before the first step; call fit(...) first")
         self.local_ranks.in_flight.require_flushed("save()")
         if not self.ranks_are_newer:
-            self.local_ranks.import_weights()
+            self.local_ranks.import_if_current()
         target = CheckpointDir(Path(folder), self.run_id)
         return save_restore.save_checkpoint(self.local_ranks, target, self.progress, {}, keep_last=keep_last)
 
@@ -480,7 +483,14 @@ class Trainer:
             self.resolve_plan(batches)
             world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
             self.local_ranks = LocalRanks(
-                world, self.plan, self.model, self.loss, self.optimizer_spec, self.options, self.accelerator
+                world,
+                self.plan,
+                self.model,
+                self.loss,
+                self.optimizer_spec,
+                self.options,
+                self.accelerator,
+                self.initial_values,
             )
             self.local_ranks.use_plan(self.plan, self.choice)
             if self.recorder is not None:

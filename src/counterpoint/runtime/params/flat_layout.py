@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
@@ -48,6 +48,45 @@ class ParamRange(NamedTuple):
     first: int
     start: int
     stop: int
+
+
+class ParamValues(NamedTuple):
+    """A range of a rank's parameter that is to get its first values.
+
+    Args:
+        name: of the parameter.
+        first: its first element in the parameter, flattened.
+        values: flat and contiguous; gets the values.
+    """
+
+    name: str
+    first: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FirstValues:
+    """The first values of a rank's parameters that have none yet.
+
+    Args:
+        names: of these parameters.
+        write: writes ranges of them; called with those of one unit at a time.
+    """
+
+    names: Collection[str]
+    write: Callable[[Sequence[ParamValues]], None]
+
+    def fill(self, targets: Sequence[ParamValues], params: Mapping[str, Tensor]) -> None:
+        """Write ranges of parameters.
+
+        Args:
+            targets: the ranges.
+            params: have the values of those that are not in ``names``.
+        """
+        for name, first, values in targets:
+            if name not in self.names:
+                values.copy_(params[name].detach().reshape(-1)[first : first + values.numel()])
+        self.write([target for target in targets if target.name in self.names])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +181,16 @@ class FlatLayout:
             for slot in self.slots
             if (low := max(slot.start, start)) < min(slot.stop, stop)
         ]
+
+    def values_in(self, flat: Tensor, start: int) -> list[ParamValues]:
+        """Return the parts of a range of the buffer by parameter.
+
+        Args:
+            flat: the range.
+            start: its first element in the buffer.
+        """
+        ranges = self.params_in(start, start + flat.numel())
+        return [ParamValues(one.name, one.first, flat[one.start : one.stop]) for one in ranges]
 
     def optimizer_ranges(self, span: ShardSpan) -> list[tuple[int, int, int]]:
         """Return ``(option group, start, stop)`` of every tensor that an optimizer gets for a shard."""

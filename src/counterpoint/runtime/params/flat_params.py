@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.runtime.params.flat_grads import FlatGrads, GradRange, GradStorage
-from counterpoint.runtime.params.flat_layout import WHOLE, FlatLayout, ShardSpan
+from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues, FlatLayout, ShardSpan
 from counterpoint.runtime.params.grad_check import GradCheck
 from counterpoint.runtime.params.shared_params import SharedGrads
 from counterpoint.runtime.params.sparse_grads import SparseGrads
@@ -127,9 +127,10 @@ class FlatParams:
         allocate: allocates gradients where the weights are; a fabric's own memory need not be copied by collectives.
         sparse_names: the parameters of the model with sparse gradients.
         grad_check: checks gradients that are moved to flat ones during a backward.
+        first_values: of parameters that have none; None if ``params`` have them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a rank keeps of a unit
         self,
         layout: FlatLayout,
         params: Mapping[str, nn.Parameter],
@@ -137,10 +138,21 @@ class FlatParams:
         allocate: Allocate = allocate_flat,
         sparse_names: frozenset[str] = frozenset(),
         grad_check: GradCheck | None = None,
+        first_values: FirstValues | None = None,
     ) -> None:
         self.layout = layout
         self.params = {slot.name: params[slot.name] for slot in layout.slots}
-        whole = torch.cat([self.params[slot.name].detach().reshape(-1) for slot in layout.slots])
+        self.shard_bounds = layout.element_range(local_shard)
+        is_sharded = local_shard != WHOLE and not layout.holds_casts
+        shard: Tensor | None = None
+        if first_values is None:
+            whole = torch.cat([self.params[slot.name].detach().reshape(-1) for slot in layout.slots])
+        else:
+            whole = torch.empty(layout.num_elements, dtype=layout.dtype)
+            start, stop = self.shard_bounds if is_sharded else (0, layout.num_elements)
+            filled = torch.empty(stop - start, dtype=layout.dtype) if is_sharded else whole
+            first_values.fill(layout.values_in(filled, start), self.params)
+            shard = filled if is_sharded else None
         self.weights = whole.to(layout.held_dtype)
         self.local_shard = self.weights
         if layout.holds_casts:
@@ -148,7 +160,6 @@ class FlatParams:
                 name: nn.Parameter(param.detach().to(layout.held_dtype)) for name, param in self.params.items()
             }
         self.rebind_views(self.weights)
-        self.shard_bounds = layout.element_range(local_shard)
         self.allocate = allocate
         allocate_grad = partial(allocate, layout.num_elements, layout.held_dtype)
         rows = SparseGrads(layout, sparse_names, self.weights.device)
@@ -158,8 +169,9 @@ class FlatParams:
         self.error_feedbacks: dict[Group, ErrorFeedback] = {}  # of compressed reductions over each group
         self.read_weights: Tensor | None = None  # (3)
         if local_shard != WHOLE or layout.holds_casts:
-            self.local_shard = whole[self.shard_bounds[0] : self.shard_bounds[1]].clone()
-        if local_shard != WHOLE and not layout.holds_casts:
+            start, stop = self.shard_bounds
+            self.local_shard = whole[start:stop].clone() if shard is None else shard
+        if is_sharded:
             if layout.read_dtype is not None:
                 self.read_weights = torch.empty_like(self.weights, dtype=layout.read_dtype)
             self.reshard_weights()

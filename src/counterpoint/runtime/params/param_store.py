@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, clip_by_value, scale_grad, step_without_closure
-from counterpoint.runtime.params.flat_layout import WHOLE, ParamRange, build_layouts
+from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues, ParamRange, ParamValues, build_layouts
 from counterpoint.runtime.params.flat_params import Allocate, FlatParams, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
     GRAD_OF,
@@ -224,6 +224,7 @@ class ParamStore:
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
         holds_casts: whether the parameters in ``read_dtypes`` are held in that dtype, with master weights of what the
             rank updates.
+        first_values: of parameters that have none; None if ``params`` have them.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -244,6 +245,7 @@ class ParamStore:
         rounding: WeightRounding | None = None,
         reduce_dtype: torch.dtype | None = None,
         holds_casts: bool = False,
+        first_values: FirstValues | None = None,
     ) -> None:
         self.params = dict(params)
         self.read_dtypes, self.rounding, self.reduce_dtype = read_dtypes, rounding, reduce_dtype
@@ -256,7 +258,9 @@ class ParamStore:
         self.tables = tables
         self.sparse_names = frozenset(name for name, is_sparse in tables.items() if is_sparse)
         self.units = {
-            unit: self._build_unit(unit, role, {name: self.params[name] for name in unit_param_names[unit]})
+            unit: self._build_unit(
+                unit, role, {name: self.params[name] for name in unit_param_names[unit]}, first_values
+            )
             for unit, role in units.items()
         }
         self._swapped_units: list[Unit] = []  # whose gradient buffers this step has swapped
@@ -380,9 +384,13 @@ class ParamStore:
         for unit_params in self.units.values():
             yield from unit_params.flat_params
 
-    def _build_unit(self, unit: Unit, role: UnitRole, params: Mapping[str, nn.Parameter]) -> UnitParams:
+    def _build_unit(
+        self, unit: Unit, role: UnitRole, params: Mapping[str, nn.Parameter], first_values: FirstValues | None
+    ) -> UnitParams:
         has_masters = self.holds_casts and not self.read_dtypes.keys().isdisjoint(params)
         if not role.is_communicated and not has_masters:
+            if first_values is not None:
+                allocate_first(params, first_values)
             return UnitParams(unit, role, params)
         described = [
             (name, tuple(param.shape), param.dtype, self.optimizer_spec.group_index[name])
@@ -398,7 +406,7 @@ class ParamStore:
         )
         shards = [(role.update_shard or WHOLE) if layout.holds_casts else role.local_shard for layout in layouts]
         flat_params = [
-            FlatParams(layout, params, shard, self.allocate, self.sparse_names, self.grad_check)
+            FlatParams(layout, params, shard, self.allocate, self.sparse_names, self.grad_check, first_values)
             for layout, shard in zip(layouts, shards, strict=True)
         ]
         params = {**params, **{name: param for storage in flat_params for name, param in storage.params.items()}}
@@ -564,3 +572,11 @@ def allocate_grad_exchange(flat_params: FlatParams, fabric: Fabric, group: Group
     headers = fabric.shared_zeros(label, len(group) * header_elements(len(tables)), torch.int64, group)
     assert headers is not None, "these ranks share memory"
     return SparseGradExchange(headers.view(len(group), -1), tables, dtype, group.index(fabric.rank))
+
+
+def allocate_first(params: Mapping[str, nn.Parameter], first_values: FirstValues) -> None:
+    """Give parameters that have no values yet memory of their own, with their first values."""
+    new = {name: param for name, param in params.items() if name in first_values.names}
+    for param in new.values():
+        param.data = torch.empty(param.shape, dtype=param.dtype)
+    first_values.fill([ParamValues(name, 0, param.data.view(-1)) for name, param in new.items()], new)

@@ -221,8 +221,10 @@ def describe_options(options: TrainingOptions) -> list[list[str]]:
     values = {
         option.name: describe_option(parsed.get(option.name, getattr(options, option.name)), str(option.type))
         for option in fields(options)
-        if option.name not in {"device", "profile"}
+        if option.name not in {"device", "profile", "init_weights"}
     }
+    if options.init_weights is not None:
+        values["init_weights"] = describe_function(options.init_weights)
     return [
         [f"the option {name}", value if len(value) < MAX_OPTION else digest(value)] for name, value in values.items()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -14,20 +15,22 @@ from counterpoint.partitioning.dry_run import assign_values
 from counterpoint.terminal_text import warn
 
 
-def broadcast_initial_values(fabric: Fabric, model: nn.Module, init_sync: str) -> None:
+def broadcast_initial_values(fabric: Fabric, model: nn.Module, init_sync: str, without: Collection[str] = ()) -> None:
     """Broadcast rank 0's parameters and buffers to all ranks; a collective call.
 
     Args:
         fabric: this rank's fabric.
         model: this rank's model.
         init_sync: ``broadcast`` warns if a rank had other values, ``verify`` raises.
+        without: parameters that have no values yet, and will get the same on all ranks.
 
     Raises:
         PlanError: a rank had other values, and ``init_sync`` is ``verify``.
     """
     everyone = tuple(range(fabric.num_ranks))
     differing: list[str] = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    named = [pair for pair in (*model.named_parameters(), *model.named_buffers()) if pair[0] not in without]
+    for name, tensor in named:
         local = tensor.detach()
         values = local.contiguous() if fabric.rank == 0 else local.clone(memory_format=torch.contiguous_format)
         fabric.broadcast(f"first {name}", values, everyone, 0).wait()

@@ -46,6 +46,7 @@ from counterpoint.runtime.loss.loss_parameters import find_trained_modules, mode
 from counterpoint.runtime.loss.loss_reduction import LossFunction, PartTotal
 from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.runtime.params.flat_layout import FirstValues
 from counterpoint.runtime.rank_builder import (
     GradHookCheck,
     RankRuntime,
@@ -77,6 +78,7 @@ from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleW
 from counterpoint.training.between_steps.step_gradients import StepGradients
 from counterpoint.training.built_ranks import BuiltRanks
 from counterpoint.training.distributed_world import DistributedWorld, FabricWorld, has_remote_ranks
+from counterpoint.training.initialization.materialize import InitialValues, LocalSlice
 from counterpoint.training.model_checks.divided_batch import explain_division
 from counterpoint.training.model_checks.forward_state import InputReuse
 from counterpoint.training.model_checks.hook_stores import require_no_kept_outputs
@@ -161,7 +163,7 @@ def abort_training(local_ranks: LocalRanks, error: BaseException, entry_point: s
     try:
         if isinstance(local_ranks.world, DistributedWorld):
             local_ranks.world.stop(error)
-            local_ranks.released_params.poison(error)
+            local_ranks.drop_stale_weights(error)
         elif local_ranks.changes is not None:
             try:
                 local_ranks.finish_steps()
@@ -202,6 +204,7 @@ class LocalRanks:
         optimizer_spec: the user's optimizer.
         options: the training options.
         accelerator: that the model is on; by default that of its first parameter.
+        initial_values: of a model that was on the meta device; None if it has its values.
     """
 
     def __init__(  # noqa: PLR0913 - what a run consists of
@@ -213,6 +216,7 @@ class LocalRanks:
         optimizer_spec: OptimizerSpec,
         options: TrainingOptions,
         accelerator: Accelerator | None = None,
+        initial_values: InitialValues | None = None,
     ) -> None:
         plan.require_ranks(world.fabrics[0].num_ranks)
         self.world = world
@@ -241,7 +245,8 @@ class LocalRanks:
         self.grad_hooks: GradHookCheck | None = None  # likewise
         self.optimizer_exchange: OptimizerExchange | None = None  # once built
         self.step_gradients = StepGradients()
-        self.stale_weights = StaleWeights({}, str(plan), None)
+        self.initial_values = initial_values
+        self.stale_weights = self.find_deferred_weights()
         self.stop_signals: list[int] = []  # that have asked this process to stop
         self.groups: Sequence[Group] = ()  # of ranks that communicate, once built
         self.commits_together = True  # whether every commit is one of all ranks, once built
@@ -253,6 +258,21 @@ class LocalRanks:
         self.choice: PlanChoice | None = None  # the candidates of strategy="auto"
         self.observer: StepObserver | None = None
         self.shared_model = SharedModel(self)
+
+    def find_deferred_weights(self) -> StaleWeights:
+        """Return the parameters that get their first values when ranks are built, marked as out of date."""
+        is_pending = self.initial_values is not None and self.initial_values.is_pending
+        stale_weights = StaleWeights(
+            self.initial_values.deferred if self.initial_values is not None and is_pending else {}, str(self.plan), None
+        )
+        if is_pending:
+            stale_weights.mark()
+        return stale_weights
+
+    @property
+    def keeps_model_on_meta(self) -> bool:
+        """Whether the model, which is larger than a process can hold, gets trained weights only where asked for."""
+        return self.initial_values is not None and bool(self.initial_values.deferred)
 
     def observe_steps(self, observer: StepObserver) -> None:
         """Let an observer see every step before it is taken."""
@@ -285,6 +305,7 @@ class LocalRanks:
         require_grad_recording()
         if self.compiled is None or self.changes is None:
             require_no_autocast(self.precision)
+            self.stale_weights.unmark()
             self.shared_model.find_partners()
             memory = self.device_memory(inputs, num_samples)
             with (
@@ -295,6 +316,9 @@ class LocalRanks:
                 inputs = clone_tensors(inputs)  # which a forward may change in place
                 partition = self.compile_plan(inputs, num_samples, undivided)
                 self.build_ranks(partition, self.accelerator.to_device(inputs))
+            if self.initial_values is not None and self.initial_values.is_pending:
+                self.initial_values.finish()
+                self.stale_weights.mark()
         assert self.compiled is not None, "compiled"
         return self.compiled
 
@@ -412,6 +436,7 @@ class LocalRanks:
                 accelerator=self.accelerator,
                 is_only=len(self.world.fabrics) == 1,
                 state_allocator=self.retained_memory.mmap_separately,
+                first_values=self.first_values_of(fabric.rank),
             )
             if num_local < fabric.num_ranks:
                 self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
@@ -435,6 +460,17 @@ class LocalRanks:
         self.optimizer_exchange = OptimizerExchange(self.optimizer_spec, built, self.in_flight)
         self.optimizer_exchange.import_state()
         self.shared_model.open()
+
+    def first_values_of(self, rank: int) -> FirstValues | None:
+        """Return the first values of a rank's parameters; None if the model has them."""
+        assert self.run_spec is not None, "compiled"
+        if self.initial_values is None:
+            return None
+        rank_program = self.run_spec.program.rank_programs[rank]
+        sharded = sliced_params(self.run_spec.model_spec).items() if rank_program.tp_degree > 1 else ()
+        return self.initial_values.for_rank(
+            {name: LocalSlice(dim, count, rank_program.tp_rank) for name, (dim, count) in sharded}
+        )
 
     @property
     def can_share_params(self) -> bool:
@@ -528,7 +564,8 @@ class LocalRanks:
             require_transport(
                 model_device(self.model), fabric.num_ranks, takes_device_tensors=fabric.takes_device_tensors
             )
-            broadcast_initial_values(fabric, self.trained, self.options.init_sync)
+            deferred = self.initial_values.deferred if self.initial_values is not None else {}
+            broadcast_initial_values(fabric, self.trained, self.options.init_sync, without=deferred)
         require_device(self.model, self.accelerator.device)
 
     def step(self, number: int, batch: MicrobatchSource) -> StepResult | LateResult:
@@ -862,7 +899,10 @@ class LocalRanks:
             for flat_params in rank.interpreter.store.flat_params():
                 flat_params.reshard_weights()  # gathered weights are stale now
         self.optimizer_spec.take_state()  # which was read, or loaded, before
-        self.export_weights()
+        if self.keeps_model_on_meta:
+            self.stale_weights.mark()
+        else:
+            self.export_weights()
 
     def shard_map(self) -> ShardMap:
         """Return which rank owns which shard."""
@@ -889,6 +929,13 @@ class LocalRanks:
         finally:
             self.load_weights_into_model()
 
+    def export_at_end(self) -> None:
+        """Load the trained weights into the model, unless it was on the meta device: it may be too large."""
+        if self.keeps_model_on_meta:
+            self.finish_steps()
+        else:
+            self.export_weights()
+
     def load_weights_into_model(self) -> None:
         """Load the trained weights and buffers into the user's model, whatever the last step has decided."""
         assert self.changes is not None, "built"
@@ -912,6 +959,11 @@ class LocalRanks:
         self.retained_memory.stop()
         self.changes.record()
         self.stale_weights.mark_current()
+
+    def import_if_current(self) -> None:
+        """Load the user's model into all ranks, unless it was on the meta device and has not their weights."""
+        if not (self.keeps_model_on_meta and self.stale_weights.is_stale):
+            self.import_weights()
 
     def import_weights(self) -> None:
         """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
@@ -958,13 +1010,30 @@ class LocalRanks:
         if self.changes is not None:
             self.changes.weights.record_values()
 
+    def drop_stale_weights(self, error: BaseException | None = None) -> None:
+        """Let what was not exported since the last step not be mistaken for weights: it is nan, or on the meta device.
+
+        Args:
+            error: that ended the run; it gets a note.
+        """
+        if self.initial_values is None or not self.keeps_model_on_meta:
+            self.released_params.poison(error)
+            return
+        if not self.stale_weights.is_stale:
+            return
+        self.remove_hooks()
+        self.released_params = ReleasedParameters({})
+        self.initial_values.return_to_meta()
+        if error is not None:
+            error.add_note(f"the parameters of {type(self.model).__name__} are on the meta device again")
+
     def close(self) -> None:
         """Release shared memory and close the world."""
         for rank in self.ranks.values():
             rank.interpreter.store.unshare(None)
         self.retained_memory.stop()
+        self.drop_stale_weights()
         self.remove_hooks()
-        self.released_params.poison()
         self.shared_model.close()
         self.optimizer_spec.allow_steps()
         if self.changes is not None and self.optimizer_exchange is not None:
