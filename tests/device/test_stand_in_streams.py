@@ -116,3 +116,41 @@ def test_pinned_memory_must_not_change_before_it_was_copied(accelerator):
     with pytest.raises(RaceError, match=r"the host changed memory that a copy at .*test_stand_in_streams.py"):
         accelerator.synchronize()
     accelerator.synchronize()
+
+
+def test_operations_on_other_bytes_of_an_allocation_need_no_order(accelerator):
+    other, flat = accelerator.new_stream(), torch.zeros(6, device=ON)
+    other.wait_stream(accelerator.current_stream())
+    with accelerator.stream(other):
+        flat[2:4].fill_(1.0)
+    flat[:2].fill_(2.0)
+    flat[4:].fill_(3.0)
+    with pytest.raises(RaceError, match=r"stream 0 writes at .* what stream \d+ writes at"):
+        flat[3:5].fill_(4.0)
+    accelerator.current_stream().wait_stream(other)
+    assert flat.tolist() == [2.0, 2.0, 1.0, 4.0, 4.0, 3.0]
+
+
+def test_storage_that_is_freed_while_another_stream_reads_it_is_found(accelerator):
+    other, tensor = accelerator.new_stream(), torch.ones(3, device=ON)
+    other.wait_stream(accelerator.current_stream())
+    with accelerator.stream(other):
+        result = tensor + 1.0
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RaceError, match=r"memory of stream 0, allocated at .* is freed while stream \d+ uses it"):
+        DEVICE.require_no_races()
+    accelerator.current_stream().wait_stream(other)
+    assert result.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_race_in_a_thread_of_torch_is_kept_and_does_not_end_the_process(accelerator):
+    other, weight = accelerator.new_stream(), torch.ones(3, device=ON, requires_grad=True)
+    target = torch.zeros(3, device=ON)
+    other.wait_stream(accelerator.current_stream())
+    with accelerator.stream(other):
+        target.fill_(1.0)
+    weight.register_hook(lambda grad: target.add_(grad))  # called by the device's own thread of autograd
+    (weight * 2.0).sum().backward()
+    with pytest.raises(RaceError, match=r"stream 0 writes at .* what stream \d+ writes at"):
+        DEVICE.require_no_races()
+    accelerator.current_stream().wait_stream(other)

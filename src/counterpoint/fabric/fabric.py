@@ -13,6 +13,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from counterpoint.device.accelerator import Accelerator
+
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | dict[str, Json] | None"
 Group: TypeAlias = tuple[int, ...]
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
@@ -84,6 +86,10 @@ class Fabric(ABC):
     num_ranks: int
     timeout_s: float
     takes_device_tensors: bool = False
+
+    def use_accelerator(self, accelerator: Accelerator) -> None:
+        """Take note of the device that this rank's tensors will be on; a transport may need streams of it."""
+        del accelerator
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat uninitialized tensor, if possible in memory that collectives can use without a copy."""

@@ -1,4 +1,8 @@
-"""Transport ``local``: all ranks are threads of this process, scheduled deterministically."""
+"""Transport ``local``: all ranks are threads of this process, scheduled deterministically.
+
+Collectives on tensors of a device run on a communication stream, while the device goes on to compute. A message is a
+copy in the order of the computing stream: the sender may overwrite its tensors at once, and nothing is transferred.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,15 @@ import json
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
+from counterpoint.device.accelerator import Accelerator
+from counterpoint.device.communication_stream import CommunicationStream
 from counterpoint.errors import PeerError
 from counterpoint.fabric.fabric import CompletedWork, Fabric, Group, Json, Reduction, Work
 from counterpoint.fabric.fingerprint import (
@@ -40,6 +48,22 @@ class LocalState:
         self.collectives: dict[tuple[Group, int], LocalCollective] = {}
         self.next_index: defaultdict[tuple[int, Group], int] = defaultdict(int)
         self.errors: dict[Group, str] = {}
+        self.communication: CommunicationStream | None = None  # of the device, unless tensors are in host memory
+        self.unordered: set[LocalCollective] = set()  # launched there, and the computing stream does not wait yet
+
+    def use_accelerator(self, accelerator: Accelerator) -> None:
+        """Communicate on a stream of the device that tensors will be on, unless it is the host."""
+        communication = self.communication
+        if accelerator.is_host or (communication and communication.accelerator.device == accelerator.device):
+            return
+        self.communication = CommunicationStream(accelerator)
+
+    def share_current_stream(self) -> Callable[[], AbstractContextManager[object]]:
+        """Return a function whose result lets any thread's work be done on the stream that is now this thread's."""
+        if self.communication is None:
+            return nullcontext
+        accelerator = self.communication.accelerator
+        return partial(accelerator.stream, accelerator.current_stream())
 
     def join_collective(self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput) -> LocalCollective:
         """Add this rank to the next collective of the signature's group; return the collective."""
@@ -47,19 +71,36 @@ class LocalState:
         index = self.next_index[rank, group]
         self.next_index[rank, group] += 1
         collective = self.collectives.setdefault((group, index), LocalCollective(group, index))
-        collective.join(rank, operation, tensors)
+        stream = self.communication
+        if stream is None or not stream.holds_any(tensors if isinstance(tensors, tuple) else (tensors,)):
+            collective.join(rank, operation, tensors)
+        else:
+            with stream.after_current():
+                collective.join(rank, operation, tensors)
+            if collective.all_joined:
+                collective.end = stream.record_end()
+                self.unordered.add(collective)
         if collective.error is not None:
             self.errors.setdefault(group, collective.error)
         if collective.all_joined:
             del self.collectives[group, index]
         return collective
 
+    def order_after(self, collective: LocalCollective) -> None:
+        """Let this thread's current stream wait for a collective whose members have all joined."""
+        if self.communication is not None and collective.end is not None:
+            self.communication.wait_for(collective.end)
+            self.unordered.discard(collective)
+
     def clear(self) -> None:
-        """Drop everything in flight."""
+        """Drop everything in flight; what was launched ends before its memory is used again."""
+        if self.communication is not None:
+            self.communication.wait_for_all()
         self.messages.clear()
         self.collectives.clear()
         self.next_index.clear()
         self.errors.clear()
+        self.unordered.clear()
 
 
 class LocalWork(Work):
@@ -72,14 +113,15 @@ class LocalWork(Work):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last member has joined."""
+        """Whether the last member has joined; a device may still be at work."""
         return self._collective.is_done
 
     def wait(self) -> None:
-        """Run the other ranks until the last member has joined."""
+        """Run the other ranks until the last member has joined; on a device, make the current stream wait."""
         collective = self._collective
         description = f"{self._operation.kind} of {self._operation.label} among {format_ranks(collective.group)}"
         self._fabric.wait_collective(collective, lambda: f"{description} with {format_ranks(collective.missing)}")
+        self._fabric.order_after(collective)
 
 
 class LocalFabric(Fabric):
@@ -102,6 +144,14 @@ class LocalFabric(Fabric):
         """Run other ranks until ``is_done()``."""
         if self._scheduler is not None:
             self._scheduler.wait(self.rank, is_done, describe)
+
+    def use_accelerator(self, accelerator: Accelerator) -> None:
+        """Use streams of the device that tensors will be on."""
+        self._state.use_accelerator(accelerator)
+
+    def order_after(self, collective: LocalCollective) -> None:
+        """Let this thread's current stream wait for a collective whose members have all joined."""
+        self._state.order_after(collective)
 
     def wait_collective(self, collective: LocalCollective, describe: Callable[[], str]) -> None:
         """Run other ranks until the collective is complete.
@@ -261,9 +311,11 @@ class LocalWorld:
         if self._scheduler is None:
             return [work(self.fabrics[0])]
         results: dict[int, T] = {}
+        use_stream = self._state.share_current_stream()  # which is thread-local
 
         def record(rank: int) -> None:
-            results[rank] = work(self.fabrics[rank])
+            with use_stream():
+                results[rank] = work(self.fabrics[rank])
 
         try:
             self._scheduler.run(record)

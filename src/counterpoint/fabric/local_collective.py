@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from counterpoint.device.accelerator import Event
 from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import CollectiveSignature, describe_mismatch, fingerprint
 from counterpoint.fabric.reductions import reduce_in_order
@@ -20,6 +21,9 @@ class LocalCollective:
     Args:
         group: the expected members.
         index: number of collectives that the group has started before.
+
+    Attributes:
+        end: when the device has executed it, if its tensors are on one.
     """
 
     def __init__(self, group: Group, index: int) -> None:
@@ -28,6 +32,7 @@ class LocalCollective:
         self.inputs: dict[int, CollectiveInput] = {}
         self.error: str | None = None
         self.is_done = False
+        self.end: Event | None = None
         self._seen: dict[int, tuple[bytes, str]] = {}
 
     def join(self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
@@ -100,7 +101,9 @@ class StandInAccelerator(Accelerator):
 
     def new_stream(self) -> Stream:
         """Return a new stream."""
-        return StandInStream(DEVICE.order.new_stream())
+        stream = StandInStream(DEVICE.order.new_stream())
+        weakref.finalize(stream, DEVICE.order.release_stream, stream.number)
+        return stream
 
     def current_stream(self) -> Stream:
         """Return the stream of this thread's work."""

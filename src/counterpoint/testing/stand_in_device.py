@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from counterpoint.testing.stand_in_streams import Access, Accesses, HostTransfer, RaceError, SourceLine, StreamOrder
+from counterpoint.testing.stand_in_streams import (
+    Access,
+    AccessedBytes,
+    HostTransfer,
+    RaceError,
+    SourceLine,
+    StreamOrder,
+)
 
 NAME = "stand_in"
 Library: Any = torch.library.Library  # which has no types
@@ -87,7 +94,9 @@ class Allocation:
         self._count(storage.nbytes())
 
     def resize(self, num_bytes: int) -> None:
-        """Change the size; 0 frees the memory."""
+        """Change the size; 0 frees the memory, and what is allocated afterwards is other memory."""
+        self.device.order.free(self.accesses)
+        self.accesses = self.device.order.new_accesses()
         self._count(num_bytes)
         self.storage.resize_(num_bytes)
 
@@ -232,7 +241,6 @@ class StandInDevice:
     Attributes:
         host_waits: by kind and source line, how often the host waited for the device.
         num_launches: operations so far.
-        left_out_line: the source line whose waits are left out, to see what is found then; empty for none.
         left_out_line: the source line whose waits are left out, to see what is found then; empty for none.
         max_operations_behind: how many operations the device is behind the host at most; None for any number.
         total_bytes: memory of the device.
@@ -637,9 +645,14 @@ def _wrap(value: Any) -> Any:  # noqa: ANN401 - any result of an operator
     return [_wrap(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _accesses(tensors: Iterable[Tensor]) -> list[Accesses]:
-    allocations = {one.allocation for one in tensors if isinstance(one, StandInTensor)}
-    return [allocation.accesses for allocation in allocations if allocation is not None]
+def _accesses(tensors: Iterable[Tensor]) -> list[AccessedBytes]:
+    found: dict[AccessedBytes, None] = {}
+    for one in tensors:
+        if isinstance(one, StandInTensor) and one.allocation is not None and one.host.numel():
+            size, offset = one.host.element_size(), int(one.host.storage_offset())
+            extent = 1 + sum((count - 1) * step for count, step in zip(one.host.shape, one.host.stride(), strict=True))
+            found[AccessedBytes(one.allocation.accesses, offset * size, (offset + extent) * size)] = None
+    return list(found)
 
 
 DEVICE = StandInDevice()

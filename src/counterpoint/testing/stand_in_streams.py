@@ -7,6 +7,8 @@ only if an event or the host has ordered the two::
     stream 0 | write x . record e ........ write x       the second write needs another event: stream 1 may still read
     stream 1 | ............. wait e . read x
 
+Operations on different bytes of one allocation need no order; the gaps of a view count as its bytes.
+
 The host is ordered like a stream: a copy to pinned memory arrives when the host has waited for it. Before, the memory
 has nan, or -1.
 """
@@ -46,28 +48,87 @@ class Access(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class AccessedRange:
+    """The accesses to some bytes of an allocation that others have to be ordered with.
+
+    Args:
+        start: the first byte.
+        stop: one past the last one.
+        last_write: the last one.
+        reads: by stream, the last read since the last write.
+    """
+
+    start: int
+    stop: int
+    last_write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)
+
+    def cut(self, start: int, stop: int) -> AccessedRange:
+        """Return a part of it."""
+        return AccessedRange(start, stop, self.last_write, dict(self.reads))
+
+    def all(self) -> Iterator[Access]:
+        """Yield every access."""
+        if self.last_write is not None:
+            yield self.last_write
+        yield from self.reads.values()
+
+
+@dataclass(eq=False, slots=True)
 class Accesses:
-    """The accesses to one allocation that others have to be ordered with.
+    """The accesses to one allocation.
 
     Args:
         stream: on which it was allocated.
         line: where it was allocated.
-        last_write: the last one.
-        reads: by stream, the last read since the last write.
+        ranges: those that were accessed, in order; they do not overlap.
         recorded_streams: those that ``record_stream`` has named.
     """
 
     stream: int
     line: SourceLine
-    last_write: Access | None = None
-    reads: dict[int, Access] = field(default_factory=dict)
+    ranges: list[AccessedRange] = field(default_factory=list)
     recorded_streams: set[int] = field(default_factory=set)
 
-    def all(self) -> Iterator[Access]:
-        """Yield every one."""
-        if self.last_write is not None:
-            yield self.last_write
-        yield from self.reads.values()
+    def cover(self, start: int, stop: int) -> list[AccessedRange]:
+        """Return ranges of exactly these bytes, cut from those that are there, and made where there are none."""
+        if len(self.ranges) == 1 and self.ranges[0].start == start and self.ranges[0].stop == stop:
+            return self.ranges
+        covered: list[AccessedRange] = []
+        others: list[AccessedRange] = []
+        position = start
+        for one in self.ranges:
+            low, high = max(one.start, start), min(one.stop, stop)
+            if low >= high:
+                others.append(one)
+                continue
+            if position < low:
+                covered.append(AccessedRange(position, low))
+            covered.append(one.cut(low, high))
+            if one.start < low:
+                others.append(one.cut(one.start, low))
+            if high < one.stop:
+                others.append(one.cut(high, one.stop))
+            position = high
+        if position < stop:
+            covered.append(AccessedRange(position, stop))
+        self.ranges = sorted([*covered, *others], key=lambda one: one.start)
+        return covered
+
+    def merge(self, covered: list[AccessedRange], write: Access) -> None:
+        """Replace ranges of adjacent bytes by one that was only written."""
+        if len(covered) > 1:
+            self.ranges = [one for one in self.ranges if all(one is not other for other in covered[1:])]
+        first = covered[0]
+        first.stop, first.last_write, first.reads = covered[-1].stop, write, {}
+
+
+class AccessedBytes(NamedTuple):
+    """Bytes of an allocation that an operation reads or writes."""
+
+    accesses: Accesses
+    start: int
+    stop: int
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +161,7 @@ class StreamOrder:
         self.errors: list[RaceError] = []
         self._counts: dict[int, int] = {}
         self._transfers: list[HostTransfer] = []
+        self._unused: list[int] = []  # streams that nobody has any more
         self._current = threading.local()
 
     @property
@@ -118,10 +180,16 @@ class StreamOrder:
             self._current.stream = former
 
     def new_stream(self) -> int:
-        """Return a new stream."""
+        """Return a stream that nobody else has; as torch's, it may have been used before."""
+        if self._unused:
+            return self._unused.pop()
         number = len(self.clocks)
         self.clocks[number] = {}
         return number
+
+    def release_stream(self, number: int) -> None:
+        """Let :meth:`new_stream` return a stream again."""
+        self._unused.append(number)
 
     def new_accesses(self) -> Accesses:
         """Return the accesses to memory that is allocated now."""
@@ -152,33 +220,36 @@ class StreamOrder:
         """Remember a copy until the host has waited for it."""
         self._transfers.append(transfer)
 
-    def launch(self, reads: Iterable[Accesses], writes: Iterable[Accesses]) -> Access:
+    def launch(self, reads: Iterable[AccessedBytes], writes: Iterable[AccessedBytes]) -> Access:
         """Order an operation on the current stream with all others that access the same memory.
 
         Raises:
-            RaceError: nothing has ordered it with one of them.
+            RaceError: nothing has ordered it with one of them; in torch's own threads, where an error would end the
+                process, it is kept in ``errors``.
         """
         stream = self.current
         clock = self.clocks[stream] = self._merged(self.clocks[stream], self.host_clock)
         number = self._counts[stream] = clock[stream] = self._counts.get(stream, 0) + 1
         access = Access(stream, number, self.find_line())
-        written, read = list(writes), list(reads)
-        for verb, accesses in (*(("writes", one) for one in written), *(("reads", one) for one in read)):
-            if accesses.last_write is not None:
-                self._require_order(clock, accesses.last_write, "writes", verb, access)
-        for accesses in written:
-            for other in accesses.reads.values():
-                self._require_order(clock, other, "reads", "writes", access)
-            accesses.last_write, accesses.reads = access, {}
-        for accesses in read:
-            if accesses.last_write is not access:
-                accesses.reads[stream] = access
+        for accesses, start, stop in writes:
+            covered = accesses.cover(start, stop)
+            for one in covered:
+                for other in one.all():
+                    verb = "writes" if other is one.last_write else "reads"
+                    self._require_order(clock, other, verb, "writes", access)
+            accesses.merge(covered, access)
+        for accesses, start, stop in reads:
+            for one in accesses.cover(start, stop):
+                if one.last_write is not None and one.last_write is not access:
+                    self._require_order(clock, one.last_write, "writes", "reads", access)
+                if one.last_write is not access:
+                    one.reads[stream] = access
         return access
 
     def free(self, accesses: Accesses) -> None:
         """Record an error if memory is freed while a stream still uses it that its own does not wait for."""
         known = {accesses.stream} | accesses.recorded_streams
-        others = [access for access in accesses.all() if access.stream not in known]
+        others = [access for one in accesses.ranges for access in one.all() if access.stream not in known]
         clock = self._merged(self.clocks[accesses.stream], self.host_clock) if others else {}
         for access in others:
             if clock.get(access.stream, 0) < access.number:
@@ -190,14 +261,17 @@ class StreamOrder:
                     )
                 )
 
-    @staticmethod
-    def _require_order(clock: Clock, other: Access, other_verb: str, verb: str, access: Access) -> None:
-        if clock.get(other.stream, 0) < other.number:
-            raise RaceError(
-                f"stream {access.stream} {verb} at {access.line} what stream {other.stream} {other_verb} at "
-                f"{other.line}, and nothing puts one after the other; record an event on stream {other.stream} and let "
-                f"stream {access.stream} wait for it"
-            )
+    def _require_order(self, clock: Clock, other: Access, other_verb: str, verb: str, access: Access) -> None:
+        if clock.get(other.stream, 0) >= other.number:
+            return
+        error = RaceError(
+            f"stream {access.stream} {verb} at {access.line} what stream {other.stream} {other_verb} at "
+            f"{other.line}, and nothing puts one after the other; record an event on stream {other.stream} and let "
+            f"stream {access.stream} wait for it"
+        )
+        if is_python_thread():
+            raise error
+        self.errors.append(error)
 
     @staticmethod
     def _merged(clock: Clock, other: Clock) -> Clock:
@@ -206,3 +280,8 @@ class StreamOrder:
         ):
             return clock
         return {stream: max(clock.get(stream, 0), other.get(stream, 0)) for stream in (*clock, *(other.keys() - clock))}
+
+
+def is_python_thread() -> bool:
+    """Return whether the current thread was started by Python, and not by torch."""
+    return not isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001 - it has no public name

@@ -226,6 +226,8 @@ class LocalRanks:
         self.trained = find_trained_modules(model, loss, optimizer_spec.optimizer)
         self.loss = loss
         self.accelerator = accelerator if accelerator is not None else find_accelerator(model)
+        for fabric in world.fabrics:
+            fabric.use_accelerator(self.accelerator)
         self.optimizer_spec = optimizer_spec
         self.options = use_plan_options(use_plan_profile(plan, options), plan)
         self.module_casts: ModuleCasts | None = None  # of a precision that casts modules, once built
