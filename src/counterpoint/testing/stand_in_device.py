@@ -415,12 +415,12 @@ class StandInDevice:
         leaves = _find_tensors((*args, *kwargs.values()))
         self._require_one_device(name, leaves)
         if name == "_local_scalar_dense":
-            self._launch(leaves, ())
+            self.launch(leaves, ())
             self.wait_on_host("read a number", self.order.snapshot(self.order.current))
             return func(args[0].host)
         out = self._run_on_host(func, args, kwargs, draws=operator.draws and kwargs.get("generator") is None)
         if name in HOST_SIZED:
-            self._launch(leaves, ())
+            self.launch(leaves, ())
             self.wait_on_host(name, self.order.snapshot(self.order.current))
         written = operator.find_written(args, kwargs)
         if operator.num_results == 1:
@@ -434,12 +434,12 @@ class StandInDevice:
         if not operator.is_view:
             changed = _find_tensors(written.values())
             made = [] if name.startswith("empty") else _find_tensors((result,))
-            self._launch([leaf for leaf in leaves if all(leaf is not one for one in changed)], [*changed, *made])
+            self.launch([leaf for leaf in leaves if all(leaf is not one for one in changed)], [*changed, *made])
         return result if operator.num_results else None
 
     def _make(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - any factory
         out = StandInTensor(self._run_on_host(func, args, kwargs, draws=False))
-        self._launch([], [out])
+        self.launch([], [out])
         return out
 
     def _run_on_host(self, func: Any, args: Any, kwargs: Any, *, draws: bool) -> Any:  # noqa: ANN401 - of any operator
@@ -459,14 +459,14 @@ class StandInDevice:
         """Copy within the device, or between it and the host."""
         if isinstance(target, StandInTensor) and isinstance(source, StandInTensor):
             target.host.copy_(source.host)
-            self._launch([source], [target])
+            self.launch([source], [target])
         elif isinstance(target, StandInTensor):
             target.host.copy_(source)
-            access = self._launch([], [target])
+            access = self.launch([], [target])
             self._end_upload(source, access, is_asynchronous=non_blocking)
         else:
             assert isinstance(source, StandInTensor), "one is on the device"
-            access = self._launch([source], [])
+            access = self.launch([source], [])
             if non_blocking and self.is_pinned(target):
                 arriving = source.host.to(target.dtype).clone()
                 target.fill_(torch.nan if target.is_floating_point() else -1)
@@ -487,12 +487,12 @@ class StandInDevice:
         if not to_host:
             target = StandInTensor(copy)
             if isinstance(source, StandInTensor):
-                self._launch([source], [target])
+                self.launch([source], [target])
                 return target
-            access = self._launch([], [target])
+            access = self.launch([], [target])
             self._end_upload(host, access, is_asynchronous=bool(kwargs.get("non_blocking")))
             return target
-        self._launch([source], [])
+        self.launch([source], [])
         self.wait_on_host("copy to the host", self.order.snapshot(self.order.current))
         return copy
 
@@ -516,7 +516,12 @@ class StandInDevice:
                 f"{on_host[0].device}! ({name})"
             )
 
-    def _launch(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> Access:
+    def launch(self, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> Access:
+        """Launch an operation on the current stream, which reads and writes the memory of tensors.
+
+        Raises:
+            RaceError: it is not ordered with another one.
+        """
         self.num_launches += 1
         return self.order.launch(_accesses(reads), _accesses(writes))
 

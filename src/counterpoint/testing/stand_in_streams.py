@@ -163,6 +163,7 @@ class StreamOrder:
         self._transfers: list[HostTransfer] = []
         self._unused: list[int] = []  # streams that nobody has any more
         self._current = threading.local()
+        self._lock = threading.RLock()  # process groups start operations on threads of their own
 
     @property
     def current(self) -> int:
@@ -205,7 +206,7 @@ class StreamOrder:
 
     def wait_on_host(self, clock: Clock | None = None) -> None:
         """Let the host wait for what an event has recorded; by default for all streams."""
-        for one in self.clocks.values() if clock is None else (clock,):
+        for one in list(self.clocks.values()) if clock is None else (clock,):
             self.host_clock = self._merged(self.host_clock, one)
         arrived = [transfer for transfer in self._transfers if self.is_complete(transfer.access)]
         self._transfers = [transfer for transfer in self._transfers if not self.is_complete(transfer.access)]
@@ -227,30 +228,37 @@ class StreamOrder:
             RaceError: nothing has ordered it with one of them; in torch's own threads, where an error would end the
                 process, it is kept in ``errors``.
         """
-        stream = self.current
-        clock = self.clocks[stream] = self._merged(self.clocks[stream], self.host_clock)
-        number = self._counts[stream] = clock[stream] = self._counts.get(stream, 0) + 1
-        access = Access(stream, number, self.find_line())
-        for accesses, start, stop in writes:
-            covered = accesses.cover(start, stop)
-            for one in covered:
-                for other in one.all():
-                    verb = "writes" if other is one.last_write else "reads"
-                    self._require_order(clock, other, verb, "writes", access)
-            accesses.merge(covered, access)
-        for accesses, start, stop in reads:
-            for one in accesses.cover(start, stop):
-                if one.last_write is not None and one.last_write is not access:
-                    self._require_order(clock, one.last_write, "writes", "reads", access)
-                if one.last_write is not access:
-                    one.reads[stream] = access
-        return access
+        with self._lock:
+            stream = self.current
+            clock = self.clocks[stream] = self._merged(self.clocks[stream], self.host_clock)
+            number = self._counts[stream] = clock[stream] = self._counts.get(stream, 0) + 1
+            access = Access(stream, number, self.find_line())
+            for accesses, start, stop in writes:
+                covered = accesses.cover(start, stop)
+                for one in covered:
+                    for other in one.all():
+                        verb = "writes" if other is one.last_write else "reads"
+                        self._require_order(clock, other, verb, "writes", access)
+                accesses.merge(covered, access)
+            for accesses, start, stop in reads:
+                for one in accesses.cover(start, stop):
+                    if one.last_write is not None and one.last_write is not access:
+                        self._require_order(clock, one.last_write, "writes", "reads", access)
+                    if one.last_write is not access:
+                        one.reads[stream] = access
+            return access
 
     def free(self, accesses: Accesses) -> None:
-        """Record an error if memory is freed while a stream still uses it that its own does not wait for."""
+        """Record an error if memory is freed while a stream still uses it that nobody waits for.
+
+        Torch's allocator gives it to the next tensor of the stream that it was allocated on, but not before the
+        recorded streams come to this point, with all that they wait for.
+        """
         known = {accesses.stream} | accesses.recorded_streams
         others = [access for one in accesses.ranges for access in one.all() if access.stream not in known]
-        clock = self._merged(self.clocks[accesses.stream], self.host_clock) if others else {}
+        clock: Clock = {}
+        for stream in known if others else ():
+            clock = self._merged(clock, self._merged(self.clocks[stream], self.host_clock))
         for access in others:
             if clock.get(access.stream, 0) < access.number:
                 self.errors.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -34,11 +33,6 @@ class ProcessGroupBackend:
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, torch.accelerator.current_device_index())
-
-
-def stream_of(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which any thread launches work after what this thread has launched on the device."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 GLOO: Final = ProcessGroupBackend("gloo", "cpu", True)

@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from counterpoint.device.accelerator import Accelerator
 from counterpoint.fabric.c10d import GLOO_TIMEOUT, AllgatherOptions, DataProcessGroup, ReduceScatterOptions
 from counterpoint.fabric.fabric import Reduction
 from counterpoint.fabric.gloo.ops import (
@@ -46,23 +47,23 @@ class Scratch:
 
     Args:
         pool: of host memory; a device's allocator has a pool of its own.
-        device: of the memory.
+        accelerator: that has the memory.
     """
 
-    def __init__(self, pool: ScratchPool, device: torch.device) -> None:
+    def __init__(self, pool: ScratchPool, accelerator: Accelerator) -> None:
         self._lease = ScratchLease(pool)
-        self._device = device
+        self._accelerator = accelerator
         self._on_device: list[Tensor] = []
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat uninitialized tensor."""
-        if self._device.type == "cpu":
+        if self._accelerator.is_host:
             return self._lease.empty(num_elements, dtype)
-        return self.hold(torch.empty(num_elements, dtype=dtype, device=self._device))
+        return self.hold(self._accelerator.empty(num_elements, dtype=dtype))
 
     def hold(self, tensor: Tensor) -> Tensor:
         """Return the tensor, whose memory becomes scratch memory."""
-        if self._device.type != "cpu":
+        if not self._accelerator.is_host:
             self._on_device.append(tensor)
         return tensor
 
@@ -70,7 +71,7 @@ class Scratch:
         """Release the memory, which may be used again after what the current stream has been given until now."""
         self._lease.clear()
         for tensor in self._on_device:  # allocated on the stream of the start; this may be another one
-            tensor.record_stream(torch.accelerator.current_stream(self._device))
+            self._accelerator.record_stream(tensor, self._accelerator.current_stream())
         self._on_device.clear()
 
 

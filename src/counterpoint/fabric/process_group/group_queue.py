@@ -18,7 +18,6 @@ from counterpoint.fabric.fingerprint import CollectiveSignature
 from counterpoint.fabric.gloo.collective_queue import wait_within
 from counterpoint.fabric.gloo.ops import StartedOps
 from counterpoint.fabric.gloo.transport import GlooFabric
-from counterpoint.fabric.process_group.backends import stream_of
 from counterpoint.fabric.process_group.order import CollectiveLog
 
 StartOnProcessGroup = Callable[[DataProcessGroup], StartedOps]
@@ -92,11 +91,17 @@ class GroupQueue:
         self._progress_s = time.monotonic()
 
     def start(
-        self, signature: CollectiveSignature, start_data: StartOnProcessGroup, device: torch.device
+        self, signature: CollectiveSignature, start_data: StartOnProcessGroup, stream: AbstractContextManager[Any]
     ) -> QueuedCollective:
-        """Start a collective, at once if nothing is new in it; return it."""
+        """Start a collective, at once if nothing is new in it; return it.
+
+        Args:
+            signature: what all members do.
+            start_data: starts it on the process group.
+            stream: entered around that, which may be on another thread.
+        """
         with self._order_lock:
-            collective = QueuedCollective(signature, self.log.count, start_data, stream_of(device))
+            collective = QueuedCollective(signature, self.log.count, start_data, stream)
             is_new = self.log.append(signature)
             with self._lock:
                 if not self._open:
@@ -104,7 +109,7 @@ class GroupQueue:
                 self._open.append(collective)
                 self._queue.append(collective)
             if is_new:
-                announced = replace(signature, position=collective.index)
+                announced = replace(signature, position=collective.index, device="")  # no tensor goes with it
                 self._last_announcement = self._control.start(announced, lambda _: self._on_agreed(collective))
             with self._lock:
                 if not collective.is_started:

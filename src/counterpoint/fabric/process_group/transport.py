@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -12,6 +13,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from counterpoint.device.accelerator import Accelerator
+from counterpoint.device.select import accelerator_for
 from counterpoint.errors import PeerError
 from counterpoint.fabric.c10d import DataProcessGroup, GlooWork, Store
 from counterpoint.fabric.fabric import CompletedWork, Fabric, Group, Json, Reduction, Work
@@ -30,7 +33,7 @@ from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.hosts.transport import HierarchicalFabric
 from counterpoint.fabric.peer_liveness import describe_exit
 from counterpoint.fabric.process_fabric import ProcessFabric
-from counterpoint.fabric.process_group.backends import ProcessGroupBackend, stream_of
+from counterpoint.fabric.process_group.backends import ProcessGroupBackend
 from counterpoint.fabric.process_group.collectives import (
     Scratch,
     start_broadcast,
@@ -105,6 +108,7 @@ class ProcessGroupFabric(ProcessFabric):
         self._closed = False
         self._pending_messages: list[PendingMessage] = []
         self._next_comparison_s: dict[Group, float] = {}
+        self._accelerators: dict[torch.device, Accelerator] = {}
         parts = dict.fromkeys((*parts_of(host), control))
         for part in (self, *parts):
             part.link_to(*(other for other in (self, *parts) if other is not part))
@@ -117,6 +121,10 @@ class ProcessGroupFabric(ProcessFabric):
     def hosts(self) -> Sequence[int]:
         """The host index of every rank."""
         return self._host.hosts
+
+    def use_accelerator(self, accelerator: Accelerator) -> None:
+        """Take note of the device that this rank's tensors will be on."""
+        self._accelerators.setdefault(accelerator.device, accelerator)
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor in host memory."""
@@ -152,9 +160,9 @@ class ProcessGroupFabric(ProcessFabric):
         self._raise_failure()
         self._host.send(peer, label, [encode_places(places), *in_frame])
         if any(place.num_bytes for place in places):
-            packed = pack(values, places, self.backend.own_device())
+            packed = pack(values, places, self._own_device())
             with self.translate_errors(f"buffer space to send {label}", (peer,)):
-                self._channel_to(peer).send(packed, stream_of(packed.device), self.timeout_s)
+                self._channel_to(peer).send(packed, self._current_stream(packed.device), self.timeout_s)
 
     def recv(self, peer: int, label: str) -> tuple[Tensor, ...]:
         """Wait for the peer's next frame, and receive its tensors; only the stream waits for those of a device."""
@@ -176,7 +184,7 @@ class ProcessGroupFabric(ProcessFabric):
                 copy = to_host(tensor)
                 return StagedWork(self.all_reduce(label, copy, group, op), (tensor.detach(), copy))
             case "process group":
-                target, scratch = tensor.detach(), Scratch(self._scratch_pool, tensor.device)
+                target, scratch = tensor.detach(), Scratch(self._scratch_pool, self._accelerator_of(tensor.device))
                 return self._start(
                     tensor_signature(f"all_reduce {op}", label, tensor, group),
                     lambda process_group: start_reduce_all(process_group, target, op, scratch),
@@ -195,7 +203,7 @@ class ProcessGroupFabric(ProcessFabric):
                 return StagedWork(self.reduce_scatter(label, copy, bounds, group, op), (whole.detach(), copy))
             case "process group":
                 operation, flat = ranges_signature(f"reduce_scatter {op}", label, whole, bounds, group), whole.detach()
-                scratch = Scratch(self._scratch_pool, whole.device)
+                scratch = Scratch(self._scratch_pool, self._accelerator_of(whole.device))
                 return self._start(
                     operation,
                     lambda process_group: start_reduce_ranges(process_group, flat, bounds, op, scratch),
@@ -212,7 +220,7 @@ class ProcessGroupFabric(ProcessFabric):
                 return StagedWork(self.all_gather(label, copy, bounds, group), (whole.detach(), copy))
             case "process group":
                 operation, flat = ranges_signature("all_gather", label, whole, bounds, group), whole.detach()
-                scratch = Scratch(self._scratch_pool, whole.device)
+                scratch = Scratch(self._scratch_pool, self._accelerator_of(whole.device))
                 return self._start(
                     operation,
                     lambda process_group: start_gather_ranges(process_group, flat, bounds, scratch),
@@ -251,7 +259,7 @@ class ProcessGroupFabric(ProcessFabric):
                 copy = to_host(tensor)
                 return StagedWork(self.broadcast(label, copy, group, root), (tensor.detach(), copy))
             case "process group":
-                target, scratch = tensor.detach(), Scratch(self._scratch_pool, tensor.device)
+                target, scratch = tensor.detach(), Scratch(self._scratch_pool, self._accelerator_of(tensor.device))
                 return self._start(
                     tensor_signature("broadcast", label, tensor, group, root=root),
                     lambda process_group: start_broadcast(process_group, target, group.index(root), scratch),
@@ -371,7 +379,7 @@ class ProcessGroupFabric(ProcessFabric):
             with self.translate_errors(f"form of group of {signature.label}", self.peers_of(group)):
                 self._open_groups(group)
         queue = self._queues[group]
-        collective = queue.start(signature, start_data, device)
+        collective = queue.start(signature, start_data, self._current_stream(device))
         self._wake_watchdog()
         return QueuedWork(self, collective, queue)
 
@@ -390,6 +398,21 @@ class ProcessGroupFabric(ProcessFabric):
                     wanted, self._control, process_group, waits_on_host=self.backend.waits_on_host
                 )
 
+    def _accelerator_of(self, device: torch.device) -> Accelerator:
+        if device not in self._accelerators:
+            self._accelerators[device] = accelerator_for(device)
+        return self._accelerators[device]
+
+    def _current_stream(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return a context in which any thread launches work after what this thread has launched on the device."""
+        accelerator = self._accelerator_of(device)
+        return accelerator.stream(accelerator.current_stream())
+
+    def _own_device(self) -> torch.device:
+        """Return the device of this rank that process groups move tensors of."""
+        given = (device for device in self._accelerators if device.type == self.backend.device_type)
+        return next(given, None) or self.backend.own_device()
+
     def _channel_to(self, peer: int) -> PairChannel:
         if peer not in self._channels:
             self._channels[peer] = PairChannel(
@@ -405,9 +428,7 @@ class ProcessGroupFabric(ProcessFabric):
         if not head.numel():
             return tuple(in_frame)
         places = decode_places(head, peer)
-        packed = torch.empty(
-            sum(place.num_bytes for place in places), dtype=torch.uint8, device=self.backend.own_device()
-        )
+        packed = torch.empty(sum(place.num_bytes for place in places), dtype=torch.uint8, device=self._own_device())
         if packed.numel():
             with self.translate_errors(label, (peer,)):
                 work = self._channel_to(peer).recv(packed, self.timeout_s)
