@@ -80,6 +80,10 @@ class CheckpointWriteError(CheckpointError):
     """The disk did not take a checkpoint; earlier ones are intact."""
 
 
+class OffloadError(CounterpointError):
+    """What a rank keeps on disk between updates could not be written, or not be read back as it was written."""
+
+
 class DataError(CounterpointError, ValueError):
     """A batch, a loss or a gradient cannot be used."""
 

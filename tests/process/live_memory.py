@@ -48,15 +48,22 @@ def live_bytes(released=()):
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def measure(plans, transport, precision=None):
-    """Return for each plan what is live between two steps, and what gloo's pool has, in sizes of the model."""
+def measure(plans, transport, precision=None, folder=None):
+    """Return for each plan what is live between two steps, and what gloo's pool has, in sizes of the model.
+
+    Args:
+        plans: texts.
+        transport: of the ranks.
+        precision: what the model computes in.
+        folder: of optimizer state on disk; None to keep it in memory.
+    """
     detected = detect()
     assert detected is not None, "a launcher has started the ranks"
     environment = replace(detected, transport=transport)
-    return [measure_plan(plan, environment, precision) for plan in plans]
+    return [measure_plan(plan, environment, precision, folder) for plan in plans]
 
 
-def measure_plan(plan, environment, precision):
+def measure_plan(plan, environment, precision, folder):
     world = open_world(environment, environment.world_size, 60.0)
     pool = getattr(world.fabrics[0], "scratch_pool", ScratchPool())
     before = live_bytes() - pool.num_bytes
@@ -70,6 +77,8 @@ def measure_plan(plan, environment, precision):
         share_params_on_host=False,
         environment=environment,
         precision=precision,
+        passes=("overlap",) if folder is None else ("overlap", "offload:state=disk"),
+        offload_folder=folder,
     )
     with step:
         for _ in range(3):

@@ -52,6 +52,28 @@ def test_processes_have_the_bytes_of_the_table_of_zero_with_master_weights(num_r
         assert live == pytest.approx(formulas, rel=0.02)
 
 
+# The same in bytes for each parameter, with Adam's moments and master weights on disk.
+OFFLOADED = {
+    None: {
+        "data(2)": 4 + 4,
+        "zero(2, level=2)": 4 + 4 / 2,
+        "zero(2, level=3)": 4 / 2 + 4 / 2,
+        "pipeline(2)": (4 + 4) / 2,
+    },
+    MASTERS: {"data(2)": 2 + 2, "zero(2, level=2)": 2 + 2 / 2},
+}
+
+
+@pytest.mark.long(quick=["None"])
+@pytest.mark.parametrize("precision", OFFLOADED)
+def test_state_on_disk_is_not_live_between_steps(precision, tmp_path):
+    formulas = OFFLOADED[precision]
+    for measured in run_forked(measure, ranks=2, args=[list(formulas), "gloo", precision, str(tmp_path)]):
+        assert isinstance(measured, list), measured
+        live = {plan: 4 * one for plan, (one, _) in zip(formulas, measured, strict=True)}
+        assert live == pytest.approx(formulas, rel=0.02)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("num_ranks", [2, 4])

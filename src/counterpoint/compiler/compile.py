@@ -8,6 +8,7 @@ from functools import reduce
 
 from counterpoint.compiler.gather_outputs import gather_outputs
 from counterpoint.compiler.narrow_reductions import require_shards_of_masters, require_sums_in_narrow_dtype
+from counterpoint.compiler.offload import offload, require_offloadable
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.prefetch import estimate_prefetch, prefetch
 from counterpoint.compiler.recompute import recompute
@@ -152,6 +153,10 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
     if PREFETCH_PASS in plan.passes:
         before, program = program, prefetch(program)
         cost = estimate_prefetch(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
+    if plan.offloading is not None:
+        with plan_error_at(plan.source, "passes"):
+            require_offloadable(plan, program)
+        program = offload(program, plan.offloading)
     require_sums_in_narrow_dtype(plan, program, cost, refined)
     require_shards_of_masters(plan, program, refined)
     symbolic = SymbolicResult()

@@ -21,6 +21,7 @@ from counterpoint.plan.registry import NEEDS_SERVERS
 from counterpoint.plan.source import PlanSource, parse_plan_file, plan_error_at
 from counterpoint.strategies.buckets import DEFAULT_BUCKETS, BucketConfig
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.offload import OFFLOAD_PASS, Offloading
 from counterpoint.strategies.options import PlanTextError
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.strategies.pipeline.pipeline import Pipeline
@@ -32,7 +33,9 @@ from counterpoint.strategies.zero import Zero
 from counterpoint.world.mesh import Axis, Mesh
 
 PREFETCH_PASS = "prefetch"
-KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, GATHER_OUTPUTS_PASS, PREFETCH_PASS)
+KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, GATHER_OUTPUTS_PASS, PREFETCH_PASS, OFFLOAD_PASS)
+PASSES_WITH_SELECTORS = (RECOMPUTE_PASS, OFFLOAD_PASS)
+"""Passes after whose name a colon and more may follow."""
 DEFAULT_PASSES = ("overlap",)
 """The passes of a plan that is given as text without any."""
 
@@ -57,10 +60,11 @@ class Plan:
     Args:
         strategies: applied from left to right, each spreading the program over one more axis.
         num_microbatches: number of microbatches of one replica; data-parallel strategies multiply it.
-        passes: compiler passes, from ``overlap``, ``recompute``, ``gather_outputs`` and ``prefetch``. ``recompute``
-            recomputes all blocks, ``recompute:*.attn`` those with matching module paths, ``recompute:50%`` half of
-            them. ``gather_outputs`` evaluates the loss once, on the outputs of the whole batch. ``prefetch`` lets the
-            gathers and reductions of ``zero(n, level=3)`` run during computations.
+        passes: compiler passes, from ``overlap``, ``recompute``, ``gather_outputs``, ``prefetch`` and ``offload``.
+            ``recompute`` recomputes all blocks, ``recompute:*.attn`` those with matching module paths,
+            ``recompute:50%`` half of them. ``gather_outputs`` evaluates the loss once, on the outputs of the whole
+            batch. ``prefetch`` lets the gathers and reductions of ``zero(n, level=3)`` run during computations.
+            ``offload:state=disk`` keeps the optimizer state on disk between updates.
         precision: what the model computes in; None for the dtype of its parameters.
         compile: how ``torch.compile`` compiles what ranks run of the model; None to run it eagerly.
         source: the plan file and its lines, for errors; not compared.
@@ -96,9 +100,11 @@ class Plan:
         self._require_async_pipeline_alone()
         require_pass_names(self.passes)
         for name in self.passes:
-            if name.partition(":")[0] not in KNOWN_PASSES or (":" in name and not name.startswith(RECOMPUTE_PASS)):
+            first = name.partition(":")[0]
+            if first not in KNOWN_PASSES or (":" in name and first not in PASSES_WITH_SELECTORS):
                 raise PlanError(f"there is no pass {shorten(repr(name))}; the passes are {', '.join(KNOWN_PASSES)}")
         self._require_one_recomputation()
+        self._require_one_offloading()
 
     def _require_one_pipeline(self) -> None:
         pipelines = [one for one in self.strategies if isinstance(one, Pipeline) and one.degree > 1]
@@ -147,6 +153,13 @@ class Plan:
             requests += [f"the pass {name}" for name in passes]
             raise PlanError(f"{' and '.join(requests)} both say what is recomputed; drop one of the two")
 
+    def _require_one_offloading(self) -> None:
+        names = [name for name in self.passes if name.partition(":")[0] == OFFLOAD_PASS]
+        for name in names:
+            Offloading.from_pass(name)
+        if len(names) > 1:
+            raise PlanError(f"the passes {' and '.join(names)} both say what is offloaded; drop one of the two")
+
     def __str__(self) -> str:
         """Write the strategies as :meth:`parse` reads them.
 
@@ -193,6 +206,12 @@ class Plan:
                 return Recomputation.from_pass(name)
         modes = (Recomputation.from_mode(one.recompute) for one in self.strategies if isinstance(one, Pipeline))
         return next((mode for mode in modes if mode is not None), None)
+
+    @property
+    def offloading(self) -> Offloading | None:
+        """What a pass offloads; None for nothing."""
+        names = (name for name in self.passes if name.partition(":")[0] == OFFLOAD_PASS)
+        return next((Offloading.from_pass(name) for name in names), None)
 
     @property
     def granularity(self) -> Granularity:

@@ -238,7 +238,7 @@ class PlanParts:
 
     @staticmethod
     def from_plan(plan: Plan) -> PlanParts | None:
-        """Return the parts of a plan; None if it has others, several step variants, or its gathers move."""
+        """Return the parts of a plan; None if it has others, several step variants, or passes that move."""
         outer = [strategy for strategy in plan.strategies if strategy.degree > 1]
         tensor = (outer.pop(0),) if outer and isinstance(outer[0], Tensor) else ()
         first = outer.pop(0) if outer and isinstance(outer[0], Pipeline) else None
@@ -247,7 +247,8 @@ class PlanParts:
             all(isinstance(strategy, Data | Zero) for strategy in outer) and len(plan.sync_schedule.step_fractions) == 1
         )
         is_async = pipeline is not None and pipeline.is_async
-        is_plain = not plan.sync_schedule.staleness and PREFETCH_PASS not in plan.passes
+        has_moves = PREFETCH_PASS in plan.passes or plan.offloading is not None
+        is_plain = not plan.sync_schedule.staleness and not has_moves
         is_supported = has_known_outer and not is_async and is_plain
         return PlanParts(tensor, pipeline, tuple(outer)) if is_supported else None
 

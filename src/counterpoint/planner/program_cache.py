@@ -18,8 +18,10 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Compute,
+    Fetch,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recv,
@@ -146,6 +148,10 @@ class CachedCosts:
         if key not in self.cache:
             self.cache[key] = self.costs.memory_pass_s(instruction)
         return self.cache[key]
+
+    def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
+        """Return the cost."""
+        return self.costs.offload_s(instruction, fraction)
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return the cost."""

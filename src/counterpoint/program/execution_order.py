@@ -17,10 +17,12 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Group,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -67,7 +69,7 @@ def check_rendezvous_sends(rank_instructions: Sequence[Instructions], recv_buffe
         pass
 
 
-_LOCAL_INSTRUCTIONS = (Forward, Recompute, Backward, Update, SwapGradBuffers, Free)
+_LOCAL_INSTRUCTIONS = (Forward, Recompute, Backward, Update, SwapGradBuffers, Free, Fetch, Offload)
 """Instructions that never block and that no other rank waits for."""
 
 

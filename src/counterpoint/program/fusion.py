@@ -5,7 +5,17 @@ Any other instruction between two instructions ends the fused run, so that the o
 
 from __future__ import annotations
 
-from counterpoint.program.instruction import ApplyPushes, Backward, Collective, Forward, Instruction, Recompute, Update
+from counterpoint.program.instruction import (
+    ApplyPushes,
+    Backward,
+    Collective,
+    Fetch,
+    Forward,
+    Instruction,
+    Offload,
+    Recompute,
+    Update,
+)
 
 
 def fuses_with(previous: Instruction, instruction: Instruction) -> bool:
@@ -34,4 +44,5 @@ def fuses_with(previous: Instruction, instruction: Instruction) -> bool:
             previous.tensor.name,
         )
         return same_arguments and instruction.phase == previous.phase == "" and instruction.tensor.micro is None
-    return isinstance(instruction, Update | ApplyPushes) and type(instruction) is type(previous)
+    one_call = isinstance(instruction, Update | ApplyPushes | Fetch | Offload)
+    return one_call and type(instruction) is type(previous)

@@ -13,6 +13,9 @@ from typing import Literal, TypeAlias, get_args
 Group: TypeAlias = tuple[int, ...]
 """Ranks that act together, in ascending order."""
 
+OffloadPlace: TypeAlias = Literal["disk"]
+"""Where tensors are offloaded to."""
+
 ALPHA_PATTERN = r"0\.[0-9]{1,40}"
 """Regular expression for the moving rate of an elastic average, see :class:`ApplyPushes`."""
 
@@ -40,12 +43,14 @@ class TensorRef:
     ``grad``          gradient of the parameters of a unit                  ``grad3``, ``grad0+4``
     ``delayed_grad``  gradient of a unit that is applied one step late      ``delayed_grad3``
     ``weight``        parameters of a unit                                  ``weight3``
+    ``state``         state of the optimizer for a unit, with the master    ``state3``
+                      weights of its casts
     ================  ====================================================  =================
 
     No instruction names the rest, whose sizes are counted: of a unit, ``gathered_weight`` (what ranks gather of
     weights that they free after use), ``cast`` (the casts that the model reads instead of weights), ``gathered_cast``
-    (likewise, of what was gathered), ``reduced_grad`` (what ranks sum of a gradient, which may be a cast),
-    ``copied_grad`` (the gradients of casts, before they are copied to the flat one) and ``state`` (of the optimizer).
+    (likewise, of what was gathered), ``reduced_grad`` (what ranks sum of a gradient, which may be a cast) and
+    ``copied_grad`` (the gradients of casts, before they are copied to the flat one).
 
     Args:
         name: one of the names above.
@@ -315,6 +320,35 @@ class Free:
     tensor: TensorRef
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Start to read the optimizer state of a unit back from where it was offloaded. Text: ``fetch(state3)<disk``.
+
+    The state is read in chunks, through buffers: the update of the unit waits for one chunk after the other, updates
+    it, and gives it to the :class:`Offload` that follows.
+
+    Args:
+        tensor: the state of a unit.
+        place: where it was offloaded to.
+    """
+
+    tensor: TensorRef
+    place: OffloadPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Wait until the optimizer state of a unit is written and its buffers are free. Text: ``offload(state3)>disk``.
+
+    Args:
+        tensor: the state of a unit.
+        place: where it stays until it is fetched.
+    """
+
+    tensor: TensorRef
+    place: OffloadPlace
+
+
 Compute: TypeAlias = Forward | Recompute | Backward
 Instruction: TypeAlias = (
     Forward
@@ -330,6 +364,8 @@ Instruction: TypeAlias = (
     | Pull
     | ApplyPushes
     | Free
+    | Fetch
+    | Offload
 )
 
 
@@ -346,3 +382,8 @@ def delayed_grad(unit: tuple[int, ...]) -> TensorRef:
 def weight(unit: tuple[int, ...]) -> TensorRef:
     """Return a reference to the parameters of a unit."""
     return TensorRef("weight", unit)
+
+
+def state(unit: tuple[int, ...]) -> TensorRef:
+    """Return a reference to the optimizer state of a unit."""
+    return TensorRef("state", unit)

@@ -19,9 +19,11 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -233,6 +235,8 @@ def _instruction_signature(instruction: Instruction, first: int) -> Hashable:  #
             return instruction.op_name, _tensor_signature(instruction.tensor, first)
         case Pull() | Free():
             return type(instruction), _tensor_signature(instruction.tensor, first)
+        case Fetch() | Offload():
+            return (instruction,)
         case Recompute():
             return "R", instruction.block, instruction.micro - first, instruction.version
         case Commit(group, own):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Literal, assert_never, cast
+from typing import Literal, assert_never, cast, get_args
 
 from counterpoint.errors import ProgramError
 from counterpoint.optim.validation import MAX_QUOTED, parse_digits, renamed_hint, shorten
@@ -21,10 +21,13 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Group,
     Instruction,
+    Offload,
+    OffloadPlace,
     Pull,
     Push,
     Recompute,
@@ -33,6 +36,7 @@ from counterpoint.program.instruction import (
     SwapGradBuffers,
     TensorRef,
     Update,
+    state,
 )
 from counterpoint.program.program import Instructions, Program, RankProgram
 
@@ -51,6 +55,7 @@ _INSTRUCTION = re.compile(
     rf"|(?:(?P<push_op>push_no_reply|push)(?=\S*>)(?::(?P<push_codec>{CODEC_PATTERN}))?|pull(?=\S*<))\((?P<ps_tensor>{_TENSOR_REF})\)[<>](?P<server>\d+)$"
     rf"|(?:apply_and_reply(?::(?P<staleness>\d+))?|(?P<apply>apply)|elastic_average:(?P<alpha>{ALPHA_PATTERN}))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|free\((?P<freed>{_TENSOR_REF})\)$"
+    rf"|(?P<moved>fetch(?=\S*<)|offload(?=\S*>))\(state(?P<moved_unit>{_UNIT})\)[<>](?P<place>{'|'.join(get_args(OffloadPlace))})$"
     rf"|(?P<message_tensor>{_TENSOR_REF})(?::(?P<message_codec>{CODEC_PATTERN}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
 _TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|out|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
@@ -81,7 +86,8 @@ MAX_LINE = 10_000_000
 """The longest line of a program, in characters."""
 
 _EXAMPLES = (
-    "F0.2, B0.2, U0, commit@0,1, x1.2>1, all_reduce(grad0)@0,1, push(grad0)>2, apply_and_reply(0)@0,1 or free(weight0)"
+    "F0.2, B0.2, U0, commit@0,1, x1.2>1, all_reduce(grad0)@0,1, push(grad0)>2, apply_and_reply(0)@0,1, free(weight0) "
+    "or fetch(state0)<disk"
 )
 
 
@@ -151,6 +157,10 @@ def format_instruction(instruction: Instruction, *, relative: bool = False) -> s
             return f"{instruction.op_name}({','.join(map(format_unit, units))})@{format_group(workers)}"
         case Free(tensor):
             return f"free({format_tensor_ref(tensor, relative=relative)})"
+        case Fetch(tensor, place):
+            return f"fetch({format_tensor_ref(tensor)})<{place}"
+        case Offload(tensor, place):
+            return f"offload({format_tensor_ref(tensor)})>{place}"
         case _:
             assert_never(instruction)
 
@@ -294,6 +304,9 @@ def _parse_message(match: re.Match[str]) -> Instruction:
         return Push(tensor, server, _check_gradient_codec(match, match["push_codec"], tensor), op)
     if match["freed"]:
         return Free(parse_tensor_ref(match["freed"]))
+    if match["moved"]:
+        move = Fetch if match["moved"] == "fetch" else Offload
+        return move(state(parse_unit(match["moved_unit"])), cast("OffloadPlace", match["place"]))
     make = Send if match["arrow"] == ">" else Recv
     tensor = parse_tensor_ref(match["message_tensor"])
     return make(tensor, _parse_number(match["peer"]), _check_gradient_codec(match, match["message_codec"], tensor))

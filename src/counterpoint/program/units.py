@@ -12,10 +12,12 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Group,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -47,7 +49,7 @@ def units_by_block(rank_instructions: Sequence[Instructions]) -> defaultdict[int
 
 
 def named_units(instruction: Instruction) -> tuple[Unit, ...]:
-    """Return the units that an instruction updates, communicates or frees."""
+    """Return the units that an instruction updates, communicates, frees or offloads."""
     match instruction:
         case Update(unit) | SwapGradBuffers(unit):
             return (unit,)
@@ -55,6 +57,8 @@ def named_units(instruction: Instruction) -> tuple[Unit, ...]:
             return units
         case Push(value) | Pull(value) | Send(value) | Recv(value) | Free(value) | Collective(_, value):
             return (value.blocks,) if value.name in UNIT_TENSORS else ()
+        case Fetch(value) | Offload(value):
+            return (value.blocks,)
         case Forward() | Recompute() | Backward() | Commit():
             return ()
 

@@ -23,9 +23,11 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -81,6 +83,20 @@ class UpdateRun:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchRun:
+    """Reads of the offloaded states of several units, which start together."""
+
+    units: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadRun:
+    """Waits until the states of several units are offloaded."""
+
+    units: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CollectiveRun:
     """Collectives of one operation, kind of tensor and group, which may run concurrently."""
 
@@ -99,6 +115,8 @@ RuntimeCall: TypeAlias = (
     | RecomputeRun
     | BackwardRun
     | UpdateRun
+    | FetchRun
+    | OffloadRun
     | CollectiveRun
     | ApplyPushesRun
     | Commit
@@ -148,6 +166,8 @@ def shift_call(call: RuntimeCall, num_microbatches: int) -> RuntimeCall:
             return cast("Send | Recv | Free", shift_microbatch(call, num_microbatches))
         case UpdateRun() | ApplyPushesRun() | Commit() | SwapGradBuffers() | Push() | Pull():
             return call
+        case FetchRun() | OffloadRun():
+            return call
 
 
 def fuse(
@@ -192,6 +212,9 @@ def _fuse_run(instructions: Sequence[Instruction]) -> RuntimeCall:
             return ApplyPushesRun(
                 tuple(instruction for instruction in instructions if isinstance(instruction, ApplyPushes))
             )
+        case Fetch() | Offload():
+            units = tuple(one.tensor.blocks for one in instructions if isinstance(one, Fetch | Offload))
+            return FetchRun(units) if isinstance(first, Fetch) else OffloadRun(units)
         case Commit() | SwapGradBuffers() | Send() | Recv() | Push() | Pull() | Free():
             return first
 

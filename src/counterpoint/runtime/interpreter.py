@@ -75,8 +75,10 @@ from counterpoint.runtime.fusion import (
     ApplyPushesRun,
     BackwardRun,
     CollectiveRun,
+    FetchRun,
     ForwardRun,
     LoweredProgram,
+    OffloadRun,
     RecomputeRun,
     RuntimeCall,
     UpdateRun,
@@ -341,6 +343,10 @@ class Interpreter:
                 self.swap_grad_buffers(unit)
             case UpdateRun(units):
                 self.update(units)
+            case FetchRun(units):
+                self.fetch(units)
+            case OffloadRun(units):
+                self.store.offload(units)
             case Free(tensor):
                 self.communication.free(tensor)
             case Push():
@@ -684,6 +690,11 @@ class Interpreter:
             return
         self.store.update(units, self.rng.step)
         torch.clear_autocast_cache()  # it holds casts of the old weights
+
+    def fetch(self, units: tuple[tuple[int, ...], ...]) -> None:
+        """Start to read offloaded optimizer state, unless the update is skipped."""
+        if not self.is_skipped():
+            self.store.fetch(units)
 
     def is_skipped(self) -> bool:
         """Return whether the last commit decided to skip the updates that follow it; False before any commit."""

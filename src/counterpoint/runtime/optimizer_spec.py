@@ -418,6 +418,21 @@ class OptimizerSpec:
             optimizer.step()
         return {key: value for key, value in optimizer.state[param].items() if is_scalar_state(key, value, param)}
 
+    def list_state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the entries of an elementwise optimizer's state that have a number for each element, and their dtypes.
+
+        Args:
+            group: index of an option group, by whose options a parameter is updated.
+            dtype: of the parameter.
+        """
+        param = nn.Parameter(torch.zeros(2, dtype=dtype))
+        param.grad = torch.zeros_like(param)
+        optimizer = self.build([(group, param)])
+        with without_dynamo_import():
+            optimizer.step()
+        state = optimizer.state.get(param, {})
+        return {key: value.dtype for key, value in state.items() if not is_scalar_state(key, value, param)}
+
     def options(self, group: int) -> dict[str, Any]:
         """Return the current options of a group."""
         group_options = self.optimizer.param_groups[group]

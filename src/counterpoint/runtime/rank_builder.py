@@ -58,6 +58,7 @@ from counterpoint.runtime.fusion import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
+from counterpoint.runtime.offload.offloaded_state import OffloadConfig, OffloadedState
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues
 from counterpoint.runtime.params.grad_check import GradCheck, find_share_factor
@@ -97,6 +98,7 @@ class RunSpec:
         autocast: torch's dtype of an autocast around each step and evaluation; None for that of the caller.
         read_dtypes: of parameters that the model reads in a narrower dtype, if they are freed after use or held in it.
         holds_casts: whether ranks hold these in that dtype, with master weights of what they update.
+        offload: how optimizer state is offloaded; None if it stays in memory.
         rounds_stochastically: whether updated weights in bf16 are rounded so.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
         scaling_code: code of the model whose gradients are not proportional to those of its outputs; empty for none.
@@ -123,6 +125,12 @@ class RunSpec:
     reduce_dtype: torch.dtype | None = None
     scaling_code: str = ""
     holds_casts: bool = False
+    offload: OffloadConfig | None = None
+
+    @property
+    def max_target_elements(self) -> int | None:
+        """The most elements of a tensor that an optimizer updates; None for any number."""
+        return None if self.offload is None else self.offload.max_target_elements
 
     @property
     def program(self) -> Program:
@@ -180,12 +188,12 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     """
     rank = fabric.rank
     rank_program = run_spec.program.rank_programs[rank]
-    instructions = [one for variant in run_spec.step_variants for one in variant.program.rank_programs[rank].body]
+    bodies = [variant.program.rank_programs[rank].body for variant in run_spec.step_variants]
+    instructions = list(chain.from_iterable(bodies))
     roles = find_unit_roles(rank, instructions, run_spec.model_spec)
     needed = {name for unit in roles for name in run_spec.model_spec.units[unit]}
-    params = build_local_params(
-        run_spec.model_spec, partition, model, (rank_program.tp_rank, rank_program.tp_degree), needed, is_only=is_only
-    )
+    position = (rank_program.tp_rank, rank_program.tp_degree)
+    params = build_local_params(run_spec.model_spec, partition, model, position, needed, is_only=is_only)
     store = ParamStore(
         roles,
         params,
@@ -203,6 +211,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         reduce_dtype=run_spec.reduce_dtype,
         holds_casts=run_spec.holds_casts,
         first_values=first_values,
+        offloaded=None if run_spec.offload is None else OffloadedState(run_spec.offload, rank),
     )
     if isinstance(partition, WholeModel):
         replace_params(model, params, store.params)
@@ -226,6 +235,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         replica_groups=replica_groups(run_spec, run_spec.step_variants[-1]),
         decides_on_device=can_decide_on_device(run_spec, model, accelerator),
     )
+    store.open_offloaded(interpreter.optimizer_groups())
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
 
 
@@ -243,7 +253,7 @@ def can_decide_on_device(run_spec: RunSpec, model: nn.Module, accelerator: Accel
     pipelines, delayed gradients, codecs, running statistics of batch norm; where ranks commit in several groups; and
     where the optimizer cannot skip a step on the device.
     """
-    if accelerator.is_host or any(find_embedding_tables(model).values()):
+    if accelerator.is_host or run_spec.offload is not None or any(find_embedding_tables(model).values()):
         return False
     programs = [variant.program for variant in run_spec.step_variants]
     bodies = [rank_program.body for program in programs for rank_program in program.rank_programs]

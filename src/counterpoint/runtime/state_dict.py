@@ -33,9 +33,11 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -47,7 +49,15 @@ from counterpoint.program.instruction import (
 from counterpoint.program.text import format_group, format_unit
 from counterpoint.runtime.comm.rank_communication import peer_pair
 from counterpoint.runtime.optimizer_spec import is_scalar_state
-from counterpoint.runtime.params.flat_layout import WHOLE, FlatLayout, LayoutKey, ParamSlot, ShardSpan, build_layouts
+from counterpoint.runtime.params.flat_layout import (
+    WHOLE,
+    FlatLayout,
+    LayoutKey,
+    ParamSlot,
+    ShardSpan,
+    build_layouts,
+    limit_targets,
+)
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.params.param_store import UnitParams
 from counterpoint.runtime.params.unit_roles import find_unit_roles
@@ -81,13 +91,14 @@ class ShardMap:
             (name, spec.shard_shape(name), self.dtypes[name], optimizer_spec.group_index[name])
             for name in spec.units[unit]
         ]
-        return build_layouts(
+        layouts = build_layouts(
             params,
             split_size=optimizer_spec.split_size,
             merges_params=optimizer_spec.merges_params,
             read_dtypes=self.run_spec.read_dtypes,
             holds_casts=self.run_spec.holds_casts,
         )
+        return limit_targets(layouts, self.run_spec.max_target_elements)
 
     def shard_owners(self) -> list[ShardOwner]:
         """Return the owner of every shard."""
@@ -321,7 +332,7 @@ def collect_optimizer_state(
     for target in optimizer_targets(shard_map, rank):
         if target.unit not in owned_units:
             continue
-        for key, value in target.optimizer.state.get(target.tensor, {}).items():
+        for key, value in rank.interpreter.store.read_state(target.optimizer, target.tensor).items():
             for slot, first, last in target.param_slots():
                 name = f"{slot.name}{shard_map.name_suffix(slot.name, tp_rank, shard_map.replica_of_rank(this_rank))}"
                 if is_scalar_state(key, value, target.tensor):
@@ -417,10 +428,7 @@ def restore_optimizers(
         require_equal_scalars({slot.name: scalars.get(slot.name, {}) for slot, _, _ in slots})
         for key, value in scalars.get(slots[0][0].name, {}).items():
             state[key] = value.to(scalar_device(target), copy=True) if isinstance(value, Tensor) else value
-        if state:
-            target.optimizer.state[target.tensor] = state
-        else:
-            target.optimizer.state.pop(target.tensor, None)
+        rank.interpreter.store.write_state(target.optimizer, target.tensor, state)
 
 
 def scalar_device(target: OptimizerTarget) -> torch.device:
@@ -619,7 +627,7 @@ def _error_feedback_groups(rank: int, instruction: Instruction) -> Iterator[tupl
             yield tensor.blocks, peer_pair(peer, rank)
         case Forward() | Recompute() | Backward() | Collective() | Send() | Push() | Recv() | Pull() | ApplyPushes():
             pass
-        case Commit() | Update() | SwapGradBuffers() | Free():
+        case Commit() | Update() | SwapGradBuffers() | Free() | Fetch() | Offload():
             pass
 
 

@@ -26,9 +26,11 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Compute,
+    Fetch,
     Free,
     Group,
     Instruction,
+    Offload,
     Push,
     Send,
     Update,
@@ -292,6 +294,10 @@ class BackwardSliceCosts:
             whole, bucket_fraction = self._unsliced(instruction, Fraction(1))
             return float(bucket_fraction) * self.base_costs.memory_pass_s(whole)
         return self.base_costs.memory_pass_s(instruction)
+
+    def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
+        """Return the value of ``base_costs``."""
+        return self.base_costs.offload_s(instruction, fraction)
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return the value of ``base_costs``."""

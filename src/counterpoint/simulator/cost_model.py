@@ -13,9 +13,11 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Compute,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Push,
     Recompute,
     Send,
@@ -74,6 +76,10 @@ class CostModel(Protocol):
         """Return how long one pass over the instruction's tensor in the rank's own memory takes."""
         ...
 
+    def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
+        """Return how long a fraction of a unit's optimizer state takes to or from where it is offloaded."""
+        ...
+
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return how long a server takes to apply one push, and how long its reply occupies the link."""
         ...
@@ -125,6 +131,10 @@ class UnitCosts:
         return False
 
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
+        """Return 0."""
+        return 0.0
+
+    def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
         """Return 0."""
         return 0.0
 
@@ -190,6 +200,10 @@ class AnalyticCosts:
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
         """Return 0: it is not modelled."""
         return 0.0
+
+    def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
+        """Return the bytes of the state at the bandwidth of the disk."""
+        return self.size_of(instruction.tensor) * float(fraction) / self.cluster.device.disk_bytes_per_s
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return the update at memory bandwidth, and the parameters on the link to the worker."""

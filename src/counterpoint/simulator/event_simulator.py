@@ -37,8 +37,10 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Compute,
+    Fetch,
     Forward,
     Free,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -215,7 +217,7 @@ class EventSimulator:
                 return self.receive(rank, key, now)
             case ApplyPushes():
                 return self.apply_push(rank, instruction, now)
-            case Free() | SwapGradBuffers():
+            case Free() | SwapGradBuffers() | Fetch() | Offload():
                 return self.compute((rank, index), self.sim_input.cpu_demand(rank, index), now)
 
     def compute(self, location: Location, demand: CpuDemand, now: float, slot: int | None = None) -> float | None:

@@ -15,10 +15,12 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Compute,
+    Fetch,
     Forward,
     Free,
     Group,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -95,7 +97,7 @@ def _lower_bound_s(instructions: Instructions, times: Sequence[_Duration], clust
     cpu_s = inside_host_s = shared_s = 0.0
     for instruction, (seconds, shared_link_s, demand) in zip(instructions, times, strict=True):
         cpu_s += demand.seconds
-        if isinstance(instruction, Compute | Update):
+        if isinstance(instruction, Compute | Update | Fetch | Offload):
             continue
         if shared_link_s:
             shared_s += seconds
@@ -158,6 +160,10 @@ class _InstructionTimer:
             case Free():
                 extra_s = passes * self.costs.memory_pass_s(instruction)
                 return (0.0, 0.0, CpuDemand(extra_s, memory_s=extra_s)) if passes else _NO_TIME
+            case Fetch() | Offload():
+                fraction = self.grad_fractions.get(instruction.tensor.blocks, WHOLE)
+                seconds = self.costs.offload_s(instruction, fraction)
+                return seconds, 0.0, CpuDemand(seconds)
             case ApplyPushes() | SwapGradBuffers():
                 return _NO_TIME
 

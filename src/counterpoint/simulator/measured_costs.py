@@ -14,9 +14,11 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Compute,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -85,6 +87,8 @@ class MeasuredCosts:
                 return self.overheads.step_s + sum(self.batch_norm_merge_s)
             case Collective() | Send() | Recv() | Push() | Pull() | ApplyPushes() | Free() | SwapGradBuffers():
                 return 0.0
+            case Fetch() | Offload():
+                return 0.0
 
     def grad_accumulate_s(self, block: int) -> float:
         """Return the measured time, which is negative where writing a new gradient is slower than adding to one."""
@@ -115,6 +119,10 @@ class MeasuredCosts:
             if isinstance(instruction, Commit)
             else self.grad_accumulate_s_per_byte * self.size_of(instruction.tensor) / ADD_PASSES
         )
+
+    def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
+        """Return the value of ``link_costs``."""
+        return self.link_costs.offload_s(instruction, fraction)
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return an update by its bytes plus its fixed cost, and the reply by ``link_costs``."""

@@ -16,10 +16,12 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     HeldAs,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -29,6 +31,7 @@ from counterpoint.program.instruction import (
     TensorRef,
     Update,
 )
+from counterpoint.program.offloading import NUM_OFFLOAD_BUFFERS, OFFLOAD_CHUNK_BYTES, offloaded_units
 from counterpoint.program.program import Instructions, Program, weight_versions_needed
 from counterpoint.program.recompute_sets import RecomputeSet, find_recomputed
 from counterpoint.program.units import freed_weights, named_units
@@ -38,6 +41,8 @@ _Users: TypeAlias = defaultdict[int, list[_Unit]]
 """The units that each block uses."""
 
 WHOLE = Fraction(1)
+OFFLOAD_BUFFER_BYTES = NUM_OFFLOAD_BUFFERS * OFFLOAD_CHUNK_BYTES
+"""The most bytes of states that a rank has in memory while it updates, if they are offloaded."""
 
 
 class _UnitSizes:
@@ -76,6 +81,8 @@ class _RankMemory:
         self.grads, self.grad_shards, self.delayed_grads = _Held("grad"), _Held("grad"), _Held("grad")
         self.residuals = _Held("grad", 2)
         self.optimizer_states = _Held("state")
+        self.state_fractions: dict[_Unit, Fraction] = {}  # of the states that are offloaded, also while they are
+        self.fetched: set[_Unit] = set()
         self.codec_buffers: dict[Collective | Send | Push, int] = {}
         self.saved_bytes: dict[tuple[int, int], int] = {}
         self.totals: defaultdict[int, int] = defaultdict(int)
@@ -110,6 +117,12 @@ class _RankMemory:
             self.count(held, unit, fraction, -1)
 
     @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the buffers that offloaded states are read into and written from."""
+        sizes = (self.unit_bytes("state", unit) * self.state_fractions[unit] for unit in self.fetched)
+        return min(math.ceil(sum(sizes)), OFFLOAD_BUFFER_BYTES)
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of everything but saved activations, rounded up."""
         common_denominator = math.lcm(*self.totals)
@@ -130,7 +143,8 @@ def peak_memory_bytes(program: Program, size_of: SizeFn) -> tuple[int, ...]:
     the shard of them. Casts of weights live from the forward of each microbatch to its backward, as activations do, and
     the gradients of casts exist twice while they are copied to the flat gradient that is communicated. A compression
     codec with error feedback keeps two residuals, the present one and the one of the next step, and buffers for what it
-    sends and gathers. Temporary memory of operators inside a block is not in the program and not counted.
+    sends and gathers. States that are offloaded take the memory of their buffers, until they are written again.
+    Temporary memory of operators inside a block is not in the program and not counted.
 
     Args:
         program: a verified program.
@@ -169,7 +183,7 @@ def _signature(instruction: Instruction) -> tuple[object, ...]:  # noqa: PLR0911
             return instruction.op_name, tensor.name, tensor.blocks, len(group), phase
         case Free(tensor):
             return "free", tensor.name, tensor.blocks
-        case Update() | SwapGradBuffers():
+        case Update() | SwapGradBuffers() | Fetch() | Offload():
             return (instruction,)
         case ApplyPushes(units):
             return instruction.op, units
@@ -203,7 +217,8 @@ def _bytes_per_instruction(instructions: Instructions, units: Sequence[_Unit], s
         if not isinstance(instruction, Forward | Recompute):
             _update_memory(memory, instruction, users)
             resident_bytes = memory.resident_bytes
-        timeline.append(resident_bytes + saved_bytes + _temporary_bytes(instruction, memory, users))
+        temporary_bytes = _temporary_bytes(instruction, memory, users)
+        timeline.append(resident_bytes + saved_bytes + memory.fetched_bytes + temporary_bytes)
         # the backward itself still holds what it reads
         if key is not None and isinstance(instruction, Backward) and instruction.computes_weight_grad:
             saved_bytes -= memory.saved_bytes.pop(key, 0)
@@ -258,13 +273,14 @@ def _copied_during_backward(instructions: Instructions) -> Iterator[_Unit]:
             num_backwards -= Counter({block: num_backwards[block] for block in unit})
 
 
-def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) -> _RankMemory:  # noqa: C901 - one case each
+def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) -> _RankMemory:  # noqa: C901, PLR0912 - one case each
     """Return what a rank holds before its first instruction: the shard of parameters that it gathers first."""
     memory = _RankMemory(_UnitSizes(size_of), instructions)
     weights, residuals, states = (
         held.fractions for held in (memory.weights, memory.residuals, memory.optimizer_states)
     )
     shards: dict[_Unit, Fraction] = {}
+    offloaded = offloaded_units(instructions)
     for instruction in instructions:
         match instruction:
             case Collective("all_gather", TensorRef("weight", unit), group) if unit not in weights:
@@ -286,7 +302,8 @@ def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) 
                 weights.update({unit: WHOLE for unit in users[block] if unit not in weights})
             case Update(unit):
                 weights.setdefault(unit, WHOLE)
-                states[unit] = shards.get(unit, WHOLE)
+                own_states = memory.state_fractions if unit in offloaded else states
+                own_states[unit] = shards.get(unit, WHOLE)
             case ApplyPushes(served):
                 weights.update(dict.fromkeys(served, WHOLE))
                 states.update(dict.fromkeys(served if instruction.applies_gradients else (), WHOLE))
@@ -294,10 +311,12 @@ def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) 
                 memory.delayed_grads.fractions[unit] = WHOLE
             case Recompute() | Backward() | Collective() | Send() | Recv() | Push() | Pull() | Free() | Commit():
                 pass
+            case Fetch() | Offload():
+                pass
     return memory
 
 
-def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users) -> None:  # noqa: C901 - one case each
+def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users) -> None:  # noqa: C901, PLR0912 - one case each
     match instruction:
         case Backward(block):
             for unit in users[block]:
@@ -318,5 +337,9 @@ def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users)
             memory.free(memory.grad_shards, unit)
         case Collective() | Send() | Recv() | Push() | Pull() | Free() | ApplyPushes() | Commit() | SwapGradBuffers():
             pass
+        case Fetch(tensor):
+            memory.fetched.add(tensor.blocks)
+        case Offload(tensor):
+            memory.fetched.discard(tensor.blocks)
         case Forward() | Recompute():
             pass

@@ -19,9 +19,11 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -86,7 +88,7 @@ class _GradLocations:
                 return COPY_PASSES / self.num_shards[tensor.blocks] if tensor.blocks in self.num_shards else 0.0
             case Forward() | Recompute() | Backward() | Send() | Recv() | Push() | Pull() | Collective() | Free():
                 pass
-            case Commit() | ApplyPushes() | SwapGradBuffers():
+            case Commit() | ApplyPushes() | SwapGradBuffers() | Fetch() | Offload():
                 pass
         return 0.0
 

@@ -14,9 +14,11 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -178,7 +180,7 @@ def lane_of(instruction: Instruction) -> trace.Lane:
     match instruction:
         case Forward() | Recompute() | Backward() | Update() | ApplyPushes():
             return "compute"
-        case Send() | Push() | Free() | SwapGradBuffers():
+        case Send() | Push() | Free() | SwapGradBuffers() | Fetch() | Offload():
             return "link"
         case Recv() | Pull() | Commit() | Collective():
             return "wait"

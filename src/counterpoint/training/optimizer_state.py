@@ -184,10 +184,10 @@ def export_optimizer_states(ranks: Mapping[int, RankRuntime]) -> OptimizerStates
     """Return the states of the ranks' optimizers."""
     return {
         number: {
-            units: [dict(optimizer.state.get(tensor, {})) for tensor in tensors] if optimizer is not None else []
-            for units, (optimizer, tensors) in rank.interpreter.store.optimizers.items()
+            units: [store.read_state(optimizer, tensor) for tensor in tensors] if optimizer is not None else []
+            for units, (optimizer, tensors) in store.optimizers.items()
         }
-        for number, rank in ranks.items()
+        for number, store in ((number, rank.interpreter.store) for number, rank in ranks.items())
     }
 
 
@@ -198,4 +198,5 @@ def restore_optimizer_states(ranks: Mapping[int, RankRuntime], optimizer_states:
         for units, states in rank_states.items():
             optimizer, tensors = store.optimizer(units)
             if optimizer is not None:
-                optimizer.state.update(dict(zip(tensors, states, strict=True)))
+                for tensor, state in zip(tensors, states, strict=True):
+                    store.write_state(optimizer, tensor, state)

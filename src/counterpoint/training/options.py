@@ -97,7 +97,9 @@ class TrainingOptions:
         device: what ranks compute on: ``cpu``, ``cuda`` (the GPU of the local rank's number), ``cuda:1``, or ``auto``,
             which is ``cuda`` where there is one and ``cpu`` elsewhere. The model, a loss that is a module and the
             optimizer's state are moved there, batches in every step. None leaves the model where it is.
-        timeout_s: the longest that any rank waits for another, in seconds.
+        timeout_s: the longest that any rank waits for another, or for a chunk of offloaded state, in seconds.
+        offload_folder: under the pass ``offload:state=disk``, where each rank has a file with the optimizer state of
+            what it updates; on a local disk. The file has no name, and is gone when the process ends.
         share_params_on_host: whether replicas on one host share one copy of parameters and optimizer state, if
             possible.
         init_sync: what happens if a rank's initial parameters differ from rank 0's: ``broadcast`` gives all ranks rank
@@ -140,6 +142,7 @@ class TrainingOptions:
     dims: Mapping[str, tuple[str, str]] | None = None
     device: DeviceArgument | None = None
     timeout_s: float = 60.0
+    offload_folder: str | PathLike[str] | None = None
     share_params_on_host: bool = True
     init_sync: Literal["broadcast", "verify"] = "broadcast"
     cross_sample: Literal["error", "accept"] = "error"
@@ -199,6 +202,11 @@ class TrainingOptions:
             if type(value) is not expected:
                 hint = "True or False" if expected is bool else "a whole number"
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give {hint}")
+        folder: Any = self.offload_folder
+        if not isinstance(folder, str | PathLike | None):
+            raise PlanError(
+                f"offload_folder={folder!r} is a {type(folder).__name__}; give the path of a folder, or None"
+            )
         if self.num_measured_plans < 0:
             raise PlanError(
                 f"num_measured_plans={self.num_measured_plans} is negative; give how many to measure, or 0 for none"

@@ -39,11 +39,13 @@ class Device:
         cost_per_s: block cost per second; floating point operations per second if costs count those.
         memory_bytes: memory capacity.
         memory_bytes_per_s: memory bandwidth of an update.
+        disk_bytes_per_s: bandwidth of the disk that the rank's state is offloaded to; its share if ranks share one.
     """
 
     cost_per_s: float = 30e9
     memory_bytes: int = 8 * 2**30
     memory_bytes_per_s: float = 10e9
+    disk_bytes_per_s: float = 1e9
 
 
 @dataclass(frozen=True, slots=True)

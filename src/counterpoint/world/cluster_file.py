@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from counterpoint.world.quantities import (
 from counterpoint.yaml_reader import compose_yaml
 
 DEVICE_KEYS = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
+OPTIONAL_DEVICE_KEYS = {"disk_bandwidth": BANDWIDTH}
 LINK_KEYS = {"latency": LATENCY, "bandwidth": BANDWIDTH}
 
 _KEYS = ("device", "link", "levels", "speeds", "compute_contention", "slow_links", "memory_contention", "time_slicing")
@@ -154,11 +156,15 @@ class _ClusterReader:
         )
 
     def device(self, node: yaml.Node) -> Device:
-        nodes = self.mapping(node, "device", DEVICE_KEYS, required=DEVICE_KEYS)
+        nodes = self.mapping(node, "device", DEVICE_KEYS | OPTIONAL_DEVICE_KEYS, required=DEVICE_KEYS)
         flops, memory, bandwidth = (
             self.quantity(nodes.get(key), f"device.{key}", DEVICE_KEYS[key]) for key in DEVICE_KEYS
         )
-        return Device(flops, int(memory), bandwidth)
+        device = Device(flops, int(memory), bandwidth)
+        if "disk_bandwidth" not in nodes:
+            return device
+        disk_bandwidth = self.quantity(nodes["disk_bandwidth"], "device.disk_bandwidth", BANDWIDTH)
+        return replace(device, disk_bytes_per_s=disk_bandwidth)
 
     def link(self, node: yaml.Node) -> Link:
         return self.link_from(self.mapping(node, "link", _LINK_KEYS, required=LINK_KEYS), "link")
@@ -327,6 +333,8 @@ def format_cluster(cluster: Cluster) -> str:
             "memory_bandwidth": format_quantity(device.memory_bytes_per_s, BANDWIDTH),
         }
     }
+    if device.disk_bytes_per_s != Device().disk_bytes_per_s:
+        fields["device"]["disk_bandwidth"] = format_quantity(device.disk_bytes_per_s, BANDWIDTH)
     if cluster.levels:
         fields["levels"] = [
             {"name": level.name, "count": level.count, **_link_fields(level.link), "shared": level.is_shared}

@@ -33,9 +33,11 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Group,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -434,6 +436,8 @@ class _SymbolicExecutor:
                 self.commit(rank, index, instruction)
             case Collective() | Push() | Pull():
                 pass  # elastic averaging creates no weight version
+            case Fetch() | Offload():
+                pass  # checked along each rank's instructions, by check_offloads
 
     def commit(self, rank: int, index: int, instruction: Commit) -> None:
         """Enter one member into its group's open commit; the last member closes it."""

@@ -11,9 +11,9 @@
 5. Backward and recomputation read the weight version that their forward read; staleness stays within its bound.
 6. Every gradient contributes to every update of its parameters exactly once, and all ranks that contributed to it
    commit together, about exactly these microbatches.
-7. Whatever is gathered, delayed or in flight is freed at the end, and nothing else is. The number of microbatches in
-   flight, saved activations, weight versions, and the fractions of gradients and optimizer states per rank stay within
-   their bounds.
+7. Whatever is gathered, delayed or in flight is freed at the end, and nothing else is. State that is offloaded is
+   fetched for each update, and is offloaded again at the end. The number of microbatches in flight, saved activations,
+   weight versions, and the fractions of gradients and optimizer states per rank stay within their bounds.
 8. The bytes that each rank sends equal the closed formula of the strategy.
 
 Strategies declare the bounds (:class:`Bounds`) separately from the instructions that they write, so that a mistake in
@@ -31,6 +31,7 @@ from counterpoint.errors import ProgramError
 from counterpoint.program.edges import Edge
 from counterpoint.program.execution_order import check_rendezvous_sends, format_locations
 from counterpoint.program.instruction import ApplyPushes, Backward, Collective, Forward, Instruction, Update
+from counterpoint.program.offloading import check_offloads
 from counterpoint.program.program import Instructions, Program, weight_versions_needed
 from counterpoint.program.recompute_sets import (
     RecomputePolicy,
@@ -149,6 +150,7 @@ def verify(
     check_commit_before_update(rank_instructions)
     check_commit_groups(program, rank_instructions, symbolic, is_bounded=bounds.staleness is not None)
     check_final_state(program, rank_instructions, symbolic, bounds)
+    check_offloads(rank_instructions)
     if bounds.max_saved_activations is not None:
         check_saved_activations(rank_instructions, bounds.max_saved_activations)
     if bounds.recompute is not None:

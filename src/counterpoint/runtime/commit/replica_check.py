@@ -67,7 +67,7 @@ class ReplicaChecksum:
         count = 0
         for _ in range(min(len(self.parts), MAX_PARTS)):
             flat_params, start, stop = self.parts[self.next_part]
-            sums.append(sum_bits(flat_params.flat_view(start, stop)))
+            sums.append(sum_bits(flat_params.replica_view(start, stop)))
             self.next_part, count = (self.next_part + 1) % len(self.parts), count + stop - start
             if count >= NUM_CHECKED:
                 break
@@ -98,7 +98,7 @@ class ReplicaChecksum:
             for slot in flat_params.layout.slots:
                 low, high = max(slot.start, start), min(slot.stop, stop)
                 if low < high:
-                    values = flat_params.flat_view(low, high)
+                    values = flat_params.replica_view(low, high)
                     known = own_summaries.get(slot.name, [0, 0.0, 0.0])
                     own_summaries[slot.name] = [a + b for a, b in zip(known, summarize_values(values), strict=True)]
         gathered: list[Any] = fabric.gather_values("replicas", own_summaries, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -104,6 +104,7 @@ class FlatLayout:
         holds_casts: whether whole weights and gradients are in the read dtype, and in ``dtype`` only the master weights
             of what the rank updates.
         reduce_dtype: the narrower dtype in which gradients are summed over ranks; None for ``dtype``.
+        max_target_elements: the most elements of a tensor that an optimizer gets; None for any number.
 
     Attributes:
         num_elements: length of the buffer.
@@ -116,6 +117,7 @@ class FlatLayout:
     read_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     holds_casts: bool = False
+    max_target_elements: int | None = None
     num_elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -200,7 +202,12 @@ class FlatLayout:
                 ranges[-1] = (slot.group, ranges[-1][1], stop)
             else:
                 ranges.append((slot.group, start, stop))
-        return ranges
+        if self.max_target_elements is None:
+            return ranges
+        size = self.max_target_elements
+        return [
+            (group, low, min(low + size, stop)) for group, start, stop in ranges for low in range(start, stop, size)
+        ]
 
 
 def is_small(slot: ParamSlot, layout: FlatLayout) -> bool:
@@ -237,3 +244,8 @@ def build_layouts(
         narrower, is_held = reduce_dtype if is_narrower else None, holds_casts and read_dtype is not None
         layouts.append(FlatLayout(dtype, tuple(slots), split_size, merges_params, read_dtype, narrower, is_held))
     return tuple(layouts)
+
+
+def limit_targets(layouts: Sequence[FlatLayout], max_target_elements: int | None) -> tuple[FlatLayout, ...]:
+    """Return the layouts, with tensors of at most so many elements for an optimizer; None for any number."""
+    return tuple(replace(layout, max_target_elements=max_target_elements) for layout in layouts)

@@ -25,7 +25,7 @@ writes (2) to it after an update. The storage (4) is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
+from counterpoint.runtime.offload.offloaded_state import OffloadedState, absent_values
 from counterpoint.runtime.params.flat_grads import FlatGrads, GradRange, GradStorage
 from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues, FlatLayout, ShardSpan
 from counterpoint.runtime.params.grad_check import GradCheck
@@ -99,6 +100,40 @@ class ErrorFeedback:
             self.residual, self._next_residual = self._next_residual, self.residual
             self.q_factors.update(self._next_q_factors)
         self._is_pending = False
+
+
+class OffloadedMasters:
+    """Master weights of one unit and dtype that are elsewhere between updates, with the optimizer state.
+
+    Args:
+        offloaded: the rank's offloaded state.
+        targets: what an optimizer updates: first element, one past the last, and the tensor.
+        dtype: of the master weights.
+    """
+
+    def __init__(
+        self, offloaded: OffloadedState, targets: Sequence[tuple[int, int, Tensor]], dtype: torch.dtype
+    ) -> None:
+        self.offloaded, self.targets, self.dtype = offloaded, targets, dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a copy of a range."""
+        values = torch.empty(stop - start, dtype=self.dtype)
+        for low, high, target in self._targets_in(start, stop):
+            own = self.offloaded.read_master(target).view(-1)
+            first, last = max(low, start), min(high, stop)
+            values[first - start : last - start].copy_(own[first - low : last - low])
+        return values
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Write values from an element on."""
+        stop = start + values.numel()
+        for low, high, target in self._targets_in(start, stop):
+            first, last = max(low, start), min(high, stop)
+            self.offloaded.write_master(target, first - low, values[first - start : last - start])
+
+    def _targets_in(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        return (one for one in self.targets if one[0] < stop and start < one[1])
 
 
 class ReadParam(torch.autograd.Function):
@@ -168,6 +203,7 @@ class FlatParams:
         self.delayed_grad: Tensor | None = None  # (5)
         self.error_feedbacks: dict[Group, ErrorFeedback] = {}  # of compressed reductions over each group
         self.read_weights: Tensor | None = None  # (3)
+        self.offloaded_masters: OffloadedMasters | None = None  # (2), if it is elsewhere
         if local_shard != WHOLE or layout.holds_casts:
             start, stop = self.shard_bounds
             self.local_shard = whole[start:stop].clone() if shard is None else shard
@@ -221,7 +257,7 @@ class FlatParams:
 
     def cast_masters(self) -> None:
         """Write the master weights of what this rank updates to the weights that it holds, if these are casts."""
-        if self.layout.holds_casts:
+        if self.layout.holds_casts and self.offloaded_masters is None:
             self.weights.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.local_shard.data)
 
     def start_all_gather(
@@ -255,20 +291,37 @@ class FlatParams:
                 yield slot.name, ReadParam.apply(self.params[slot.name], values)  # type: ignore[no-untyped-call]
 
     def flat_view(self, start: int, stop: int) -> Tensor:
-        """Return the weights of a range that this rank keeps, as one flat view."""
+        """Return the weights of a range that this rank keeps, as one flat view, or a copy if they are offloaded."""
+        if self.offloaded_masters is not None:
+            return self.offloaded_masters.read(start, stop)
         low = self.shard_bounds[0]
         return self.local_shard[start - low : stop - low]
 
+    def replica_view(self, start: int, stop: int) -> Tensor:
+        """Return what replicas have alike of a range: the weights that they keep, or casts of offloaded ones."""
+        return self.weights.data[start:stop] if self.offloaded_masters is not None else self.flat_view(start, stop)
+
+    def offload_masters(self, masters: OffloadedMasters) -> None:
+        """Move the master weights to where they are between updates."""
+        masters.write(self.shard_bounds[0], self.local_shard)
+        self.offloaded_masters = masters
+        self.local_shard = absent_values(self.local_shard)
+
     def optimizer_view(self, start: int, stop: int) -> Tensor:
         """Return the weights of a range as the optimizer updates them, in a parameter's shape if it is exactly one."""
+        if self.offloaded_masters is not None:
+            return absent_values(self.local_shard[start - self.shard_bounds[0] : stop - self.shard_bounds[0]])
         return self.layout.as_param_shape(self.flat_view(start, stop), start, stop)
 
     def write_param(self, name: str, values: Tensor) -> None:
         """Write a parameter's values into the part of it that is stored here."""
         slot = next(slot for slot in self.layout.slots if slot.name == name)
         start, stop = max(slot.start, self.shard_bounds[0]), min(slot.stop, self.shard_bounds[1])
-        if start < stop:
-            self.flat_view(start, stop).data.copy_(values.reshape(-1)[start - slot.start : stop - slot.start])
+        own = values.reshape(-1)[start - slot.start : max(stop - slot.start, start - slot.start)]
+        if self.offloaded_masters is not None:
+            self.offloaded_masters.write(start, own)
+        elif start < stop:
+            self.flat_view(start, stop).data.copy_(own)
         if self.layout.holds_casts:
             self.weights.data[slot.start : slot.stop].copy_(values.reshape(-1))
 

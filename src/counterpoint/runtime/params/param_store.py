@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
+from counterpoint.runtime.offload.offloaded_state import MASTER, OffloadedState, StateDtypes
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, clip_by_value, scale_grad, step_without_closure
-from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues, ParamRange, ParamValues, build_layouts
-from counterpoint.runtime.params.flat_params import Allocate, FlatParams, allocate_flat
+from counterpoint.runtime.params.flat_layout import (
+    WHOLE,
+    FirstValues,
+    ParamRange,
+    ParamValues,
+    build_layouts,
+    limit_targets,
+)
+from counterpoint.runtime.params.flat_params import Allocate, FlatParams, OffloadedMasters, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
     GRAD_OF,
     LAYOUT_OF,
@@ -225,6 +233,7 @@ class ParamStore:
         holds_casts: whether the parameters in ``read_dtypes`` are held in that dtype, with master weights of what the
             rank updates.
         first_values: of parameters that have none; None if ``params`` have them.
+        offloaded: the optimizer state, if it is elsewhere between updates; gradients are then flat.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -246,8 +255,9 @@ class ParamStore:
         reduce_dtype: torch.dtype | None = None,
         holds_casts: bool = False,
         first_values: FirstValues | None = None,
+        offloaded: OffloadedState | None = None,
     ) -> None:
-        self.params = dict(params)
+        self.params, self.offloaded = dict(params), offloaded
         self.read_dtypes, self.rounding, self.reduce_dtype = read_dtypes, rounding, reduce_dtype
         self.holds_casts = holds_casts
         self.grad_check = grad_check or GradCheck()
@@ -267,6 +277,7 @@ class ParamStore:
         self.is_shared_on_host = False
         self.in_backward = False  # whether gradients computed now belong to a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
+        self._known_state_dtypes: dict[tuple[int, torch.dtype], StateDtypes] = {}
         self._have_state: set[tuple[Unit, ...]] = set()  # whose optimizer has allocated its state
         self.num_host_commits = 0  # applied since the ranks were built, or have got other state
         self.skips: Tensor | None = (
@@ -388,7 +399,7 @@ class ParamStore:
         self, unit: Unit, role: UnitRole, params: Mapping[str, nn.Parameter], first_values: FirstValues | None
     ) -> UnitParams:
         has_masters = self.holds_casts and not self.read_dtypes.keys().isdisjoint(params)
-        if not role.is_communicated and not has_masters:
+        if not role.is_communicated and not has_masters and self.offloaded is None:
             if first_values is not None:
                 allocate_first(params, first_values)
             return UnitParams(unit, role, params)
@@ -404,6 +415,8 @@ class ParamStore:
             reduce_dtype=self.reduce_dtype,
             holds_casts=self.holds_casts,
         )
+        if self.offloaded is not None:
+            layouts = limit_targets(layouts, self.offloaded.config.max_target_elements)
         shards = [(role.update_shard or WHOLE) if layout.holds_casts else role.local_shard for layout in layouts]
         flat_params = [
             FlatParams(layout, params, shard, self.allocate, self.sparse_names, self.grad_check, first_values)
@@ -421,8 +434,72 @@ class ParamStore:
         if units not in self.optimizers:
             targets = [target for unit in units for target in self.units[unit].optimizer_targets(self.optimizer_spec)]
             tensors = [tensor for _, tensor in targets]
-            self.optimizers[units] = (self.optimizer_spec.build(targets) if targets else None, tensors)
+            optimizer = self.optimizer_spec.build(targets) if targets else None
+            self.optimizers[units] = (optimizer, tensors)
+            if self.offloaded is not None and optimizer is not None:
+                storages = [place[0] for unit in units for place in self.units[unit].update_ranges]
+                kinds = zip(targets, storages, strict=True)
+                dtypes = [self._state_dtypes(*target, has_masters=at.layout.holds_casts) for target, at in kinds]
+                self.offloaded.add(units, optimizer, tensors, dtypes)
         return self.optimizers[units]
+
+    def _state_dtypes(self, group: int, tensor: Tensor, *, has_masters: bool) -> StateDtypes:
+        """Return the entries of a tensor's state; weights that are rounded stochastically are updated in float32."""
+        is_widened = self.rounding is not None and tensor.dtype == torch.bfloat16
+        dtype = torch.float32 if is_widened else tensor.dtype
+        if (group, dtype) not in self._known_state_dtypes:
+            self._known_state_dtypes[group, dtype] = self.optimizer_spec.list_state_dtypes(group, dtype)
+        dtypes = self._known_state_dtypes[group, dtype]
+        return {**dtypes, MASTER: dtype} if has_masters else dtypes
+
+    def open_offloaded(self, optimizer_groups: Iterable[tuple[Unit, ...]]) -> None:
+        """Make room for the state of all optimizers, if it is offloaded.
+
+        Args:
+            optimizer_groups: the units of each optimizer.
+        """
+        if self.offloaded is not None:
+            for units in optimizer_groups:
+                self.optimizer(units)
+            self.offloaded.open()
+            self._offload_masters(self.offloaded)
+
+    def _offload_masters(self, offloaded: OffloadedState) -> None:
+        """Move the master weights of all units to the offloaded state."""
+        targets: dict[FlatParams, list[tuple[int, int, Tensor]]] = {}
+        for units, (_, tensors) in self.optimizers.items():
+            places = [place for unit in units for place in self.units[unit].update_ranges]
+            for tensor, (storage, _, low, high) in zip(tensors, places, strict=True):
+                if storage.layout.holds_casts:
+                    targets.setdefault(storage, []).append((low, high, tensor))
+        for storage, own in targets.items():
+            storage.offload_masters(OffloadedMasters(offloaded, own, storage.layout.dtype))
+        offloaded.flush()
+
+    def fetch(self, units: tuple[Unit, ...]) -> None:
+        """Start to read the offloaded state of some units."""
+        assert self.offloaded is not None, "the program offloads"
+        self.offloaded.fetch(units)
+
+    def offload(self, units: tuple[Unit, ...]) -> None:
+        """Wait until the state of some units is offloaded."""
+        assert self.offloaded is not None, "the program offloads"
+        self.offloaded.offload(units)
+
+    def read_state(self, optimizer: optim.Optimizer, tensor: Tensor) -> dict[str, Any]:
+        """Return the state of a tensor that an optimizer of this rank updates, wherever it is."""
+        if self.offloaded is None:
+            return dict(optimizer.state.get(tensor, {}))
+        return self.offloaded.read_state(optimizer, tensor)
+
+    def write_state(self, optimizer: optim.Optimizer, tensor: Tensor, state: Mapping[str, Any]) -> None:
+        """Replace the state of a tensor that an optimizer of this rank updates, wherever it is."""
+        if self.offloaded is not None:
+            self.offloaded.write_state(optimizer, tensor, state)
+        elif state:
+            optimizer.state[tensor] = dict(state)
+        else:
+            optimizer.state.pop(tensor, None)
 
     def params_without_grad(self, units: Iterable[Unit]) -> list[str]:
         """Return the parameters of some units without a gradient from autograd in this step."""
@@ -439,15 +516,12 @@ class ParamStore:
         optimizer, tensors = self.optimizer(units)
         if optimizer is not None:
             self.optimizer_spec.sync_options(optimizer, self.skips)
-            with nullcontext() if units in self._have_state else self.state_allocator():
-                if self.rounding is not None:
-                    grads = [grad for unit in units for grad in self._grads_in_order(unit)]
-                    ranges = [own for unit in units for own in self.units[unit].target_ranges()]
-                    with self.rounding.widen(tensors, grads, ranges, step):
-                        step_without_closure(optimizer)
-                elif not self._try_fused_update(optimizer, tensors, units):
-                    self._update_with_optimizer(optimizer, tensors, units)
-            self._have_state.add(units)
+            if self.offloaded is not None:
+                self.offloaded.update(units, partial(self._update_targets, optimizer, units, step))
+            else:
+                with nullcontext() if units in self._have_state else self.state_allocator():
+                    self._update_whole(optimizer, tensors, units, step)
+                self._have_state.add(units)
             self.optimizer_spec.note_step(optimizer)
             for storage in [storage for unit in units for storage in self.units[unit].flat_params]:
                 storage.cast_masters()
@@ -455,6 +529,50 @@ class ParamStore:
         for unit in units:
             if not self.keeps_grads or self.units[unit].has_shared_rows():
                 self.units[unit].clear_grads()
+
+    def _update_whole(
+        self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...], step: int
+    ) -> None:
+        """Update all that an optimizer has, in one step of it."""
+        if self.rounding is not None:
+            grads = [grad for unit in units for grad in self._grads_in_order(unit)]
+            ranges = [own for unit in units for own in self.units[unit].target_ranges()]
+            with self.rounding.widen(tensors, grads, ranges, step):
+                step_without_closure(optimizer)
+        elif not self._try_fused_update(optimizer, tensors, units):
+            self._update_with_optimizer(optimizer, tensors, units)
+
+    def _update_targets(
+        self, optimizer: optim.Optimizer, units: tuple[Unit, ...], step: int, first: int, stop: int
+    ) -> None:
+        """Update the targets of flat parameters from one index up to another, which the optimizer has now."""
+        tensors = self.optimizers[units][1][first:stop]
+        places = [place for unit in units for place in self.units[unit].update_ranges][first:stop]
+        self._step_targets(optimizer, units, step, slice(first, stop))
+        for tensor, (storage, _, low, high) in zip(tensors, places, strict=True):
+            if storage.layout.holds_casts:
+                storage.weights.data[low:high].copy_(tensor.data.view(-1))
+
+    def _step_targets(self, optimizer: optim.Optimizer, units: tuple[Unit, ...], step: int, chosen: slice) -> None:
+        """Step the targets of flat parameters that the optimizer has now."""
+        tensors, members = self.optimizers[units][1][chosen], [self.units[unit] for unit in units]
+        flags = [is_skipped for one in members for is_skipped in one.skipped_targets()][chosen]
+        places = [place for one in members for place in one.update_ranges][chosen]
+        if self.rounding is None and (dtypes := fused_update_dtypes(optimizer)) is not None:
+            updated = [
+                pair
+                for pair, is_skipped in zip(zip(tensors, places, strict=True), flags, strict=True)
+                if not is_skipped
+            ]
+            fused_update(optimizer, dtypes, {id(one): partial(at[0].grad_ranges, *at[2:]) for one, at in updated})
+            return
+        grads = [
+            None if is_skipped else storage.grads.optimizer_grad(low, high)
+            for (storage, _, low, high), is_skipped in zip(places, flags, strict=True)
+        ]
+        ranges = [own for one in members for own in one.target_ranges()][chosen]
+        with give_grads(tensors, grads) if self.rounding is None else self.rounding.widen(tensors, grads, ranges, step):
+            step_without_closure(optimizer)
 
     def _try_fused_update(self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:
         """Sum gradients and update weights in one pass over memory; return False if that is not possible here."""
@@ -526,6 +644,11 @@ class ParamStore:
         if self.weight_versions is not None:
             self.weight_versions.reset()
 
+    def close(self) -> None:
+        """Give up the optimizer state, if it is offloaded."""
+        if self.offloaded is not None:
+            self.offloaded.close()
+
     def begin_backward(self) -> None:
         """Let sinks take the gradients that are computed from now on: they belong to a step."""
         self.in_backward = True
@@ -533,6 +656,18 @@ class ParamStore:
     def end_backward(self) -> None:
         """Let sinks take no more gradients."""
         self.in_backward = False
+
+
+@contextmanager
+def give_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Iterator[None]:
+    """Let tensors have gradients inside."""
+    for tensor, grad in zip(tensors, grads, strict=True):
+        tensor.grad = grad
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.grad = None
 
 
 def share_params(flat_params: FlatParams, fabric: Fabric, group: Group, label: str) -> None:

@@ -13,10 +13,12 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Group,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -97,7 +99,7 @@ class _RoleCollector:
                 self.local_shards.update(dict.fromkeys(units, WHOLE))
             case Collective() | Send() | Recv() | Push() | Pull():
                 self._visit_communication(instruction)
-            case Recompute() | Backward() | Commit() | SwapGradBuffers() | Free():
+            case Recompute() | Backward() | Commit() | SwapGradBuffers() | Free() | Fetch() | Offload():
                 pass
 
     def _visit_communication(self, instruction: Collective | Send | Recv | Push | Pull) -> None:

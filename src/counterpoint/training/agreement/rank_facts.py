@@ -217,6 +217,7 @@ def describe_options(options: TrainingOptions) -> list[list[str]]:
         "precision": parse_precision(options.precision),
         "compile": parse_compilation(options.compile),
         "loss_scale": parse_loss_scale(options.loss_scale),
+        "offload_folder": options.offload_folder is not None,  # each host may have a disk of its own
     }
     values = {
         option.name: describe_option(parsed.get(option.name, getattr(options, option.name)), str(option.type))

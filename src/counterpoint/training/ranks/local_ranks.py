@@ -1040,6 +1040,8 @@ class LocalRanks:
         self.optimizer_spec.allow_steps()
         if self.changes is not None and self.optimizer_exchange is not None:
             self.optimizer_exchange.close()
+        for rank in self.ranks.values():
+            rank.interpreter.store.close()
         self.world.close()
 
     def remove_hooks(self) -> None:

@@ -29,10 +29,12 @@ from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.partitioning.tracing.verify_tensor_parallel import verify_tensor_parallel
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Forward
+from counterpoint.program.offloading import OFFLOAD_CHUNK_BYTES
 from counterpoint.program.program import Program
 from counterpoint.program.units import freed_weights
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
+from counterpoint.runtime.offload.offloaded_state import MASTER, OffloadConfig, find_max_target_elements
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
 from counterpoint.runtime.rng.draw_sites import DrawSites, find_draw_sites, require_keyed, warn_unkeyed
@@ -173,6 +175,7 @@ class RunCompiler:
             reduce_dtype=self.find_reduce_dtype(compiled),
             scaling_code=scaling_code,
             holds_casts=compiled.model.has_masters,
+            offload=self.find_offload(compiled),
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 
@@ -314,6 +317,42 @@ class RunCompiler:
         if precision is None or not precision.casts_grads or compiled.program.num_ranks == 1:
             return None
         return torch_dtype(precision.reduce)
+
+    def find_offload(self, compiled: CompiledPlan) -> OffloadConfig | None:
+        """Return how the plan offloads optimizer state; None if it does not.
+
+        Raises:
+            PlanError: the optimizer needs whole tensors, ranks are on a device, or the folder is missing.
+        """
+        if compiled.plan.offloading is None:
+            return None
+        spec, options, what = (
+            self.optimizer_spec,
+            self.options,
+            f"the pass offload:state={compiled.plan.offloading.state}",
+        )
+        if not spec.is_elementwise:
+            raise PlanError(
+                f"{what} updates weights in chunks, but {spec.optimizer_class.__name__} is not known to update each "
+                "element on its own; use SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or "
+                "Rprop, or drop the pass"
+            )
+        if any(param.device.type != "cpu" for param in self.trained.parameters()):
+            raise PlanError(f"{what} is for ranks that compute on the host; drop the pass, or give device='cpu'")
+        if options.offload_folder is None:
+            raise PlanError(f"{what} needs a folder for the state; give offload_folder=..., on a local disk")
+        widened = parse_precision(options.precision)
+        is_widened = widened is not None and widened.rounding == "stochastic"
+        dtypes = {
+            (group, torch.float32 if is_widened and dtype == torch.bfloat16 else dtype)
+            for group, dtype in ((group, spec.params[name].dtype) for name, group in spec.group_index.items())
+        }
+        masters = [MASTER] if compiled.model.has_masters else []
+        state_dtypes = [
+            {**spec.list_state_dtypes(group, dtype), **dict.fromkeys(masters, dtype)} for group, dtype in dtypes
+        ]
+        size = find_max_target_elements(state_dtypes, OFFLOAD_CHUNK_BYTES)
+        return OffloadConfig(str(options.offload_folder), options.timeout_s, size, OFFLOAD_CHUNK_BYTES)
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
         """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.

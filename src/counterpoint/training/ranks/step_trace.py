@@ -10,9 +10,11 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Commit,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -81,7 +83,7 @@ def trace_lane(instruction: Instruction) -> Lane:
     match instruction:
         case Forward() | Recompute() | Backward() | Update():
             return "compute"
-        case Send() | Push() | Free() | ApplyPushes() | SwapGradBuffers():
+        case Send() | Push() | Free() | ApplyPushes() | SwapGradBuffers() | Fetch() | Offload():
             return "link"
         case Recv() | Pull() | Commit() | Collective():
             return "wait"

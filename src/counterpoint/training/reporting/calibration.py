@@ -19,9 +19,11 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Compute,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -95,6 +97,10 @@ class CalibratedCosts:
     def memory_pass_s(self, instruction: CommInstruction | Free) -> float:
         """Return 0: included in the measured time."""
         return 0.0
+
+    def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
+        """Return the measured time; that of an update includes what it waits for."""
+        return self.lookup((type(instruction).__name__, instruction.tensor.blocks))
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return the time of a reply; a server's own work cannot be separated from its waiting and counts as 0."""

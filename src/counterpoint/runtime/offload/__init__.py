@@ -1,0 +1,1 @@
+"""Optimizer state that is elsewhere between updates."""

@@ -1,0 +1,111 @@
+"""States are fetched before the updates that need them and offloaded again, without changing anything else."""
+
+from fractions import Fraction
+
+import pytest
+
+from counterpoint.compiler.compile import storage_size_fn
+from counterpoint.compiler.offload import offload
+from counterpoint.errors import PlanError, ProgramError
+from counterpoint.plan.plan import Plan
+from counterpoint.program.instruction import Fetch, Update, state
+from counterpoint.program.text import format_program, parse_program
+from counterpoint.program.verify.verifier import verify
+from counterpoint.simulator.cost_model import analytic_costs
+from counterpoint.simulator.memory import OFFLOAD_BUFFER_BYTES, memory_timeline
+from counterpoint.simulator.simulate import simulate
+from counterpoint.strategies.offload import Offloading
+from counterpoint.world.cluster import Cluster, Device
+from tests.program.verify.random_plans import compile_text
+
+PASS = "offload:state=disk"
+STEP = "F0.0 B0.0 commit@0 {} U0 {}"
+
+
+def offloaded(text):
+    return format_program(offload(parse_program(text), Offloading("disk")))
+
+
+def test_each_run_of_updates_has_its_states_around_it():
+    assert offloaded("F0.0 B0.0 commit@0 U0 U1 all_gather(weight0)@0 U2") == (
+        "F0.0 B0.0 commit@0 fetch(state0)<disk fetch(state1)<disk U0 U1 offload(state0)>disk offload(state1)>disk "
+        "all_gather(weight0)@0 fetch(state2)<disk U2 offload(state2)>disk"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2) * zero(2)", "tensor(2)", "tree(2)"]
+)
+def test_a_plan_without_servers_sends_what_it_sent(text):
+    plain, moved = (compile_text(text, m=2, passes=passes) for passes in ((), (PASS,)))
+    assert moved.sent_bytes() == plain.sent_bytes()
+    assert parse_program(format_program(moved.program)) == moved.program
+
+
+@pytest.mark.parametrize("text", ["asp(2)", "ssp(2)", "data(2) * asp(2)"])
+def test_servers_keep_their_state_in_memory(text):
+    with pytest.raises(PlanError, match="servers update whenever pushes arrive"):
+        compile_text(text, passes=(PASS,))
+
+
+@pytest.mark.parametrize("name", ["offload", "offload:", "offload:state", "offload:state=tape", "offload:weight=disk"])
+def test_a_pass_that_does_not_say_what_and_where_to_is_refused(name):
+    with pytest.raises(PlanError, match=r"write offload:state=disk, which keeps the optimizer state there"):
+        Plan(passes=(name,))
+
+
+def test_a_plan_has_one_place_for_its_state():
+    with pytest.raises(PlanError, match=r"the passes offload:state=disk and offload:state=disk both say"):
+        Plan(passes=(PASS, PASS))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fact"),
+    [
+        ("", "offload(state0)>disk", "the state of unit 0 is offloaded, and has not been fetched"),
+        ("fetch(state0)<disk fetch(state0)<disk", "offload(state0)>disk", "this state is fetched already"),
+        ("fetch(state0)<disk", "offload(state0)>disk offload(state0)>disk", "this state has not been fetched"),
+        ("fetch(state0)<disk", "", "this state is not offloaded again, and stays in memory"),
+    ],
+)
+def test_states_that_are_used_where_they_are_not_break_rule_seven(before, after, fact):
+    with pytest.raises(ProgramError, match=fact) as caught:
+        verify(parse_program(STEP.format(before, after)))
+    assert caught.value.rule == 7
+
+
+def test_a_state_that_is_fetched_for_its_update_breaks_no_rule():
+    assert verify(parse_program(STEP.format("fetch(state0)<disk", "offload(state0)>disk"))).updates
+
+
+def memory(text, passes, blocks):
+    """Return the bytes of rank 0 before its step, and while it updates."""
+    compiled = compile_text(text, blocks=blocks, passes=passes)
+    (before, *during), *_ = memory_timeline(compiled.program, storage_size_fn(compiled.model, 1))
+    places = [at for at, one in enumerate(compiled.program.rank_programs[0].body) if isinstance(one, Update)]
+    return before, during[places[0]]
+
+
+@pytest.mark.parametrize(("text", "fraction"), [("solo", 1), ("zero(2)", 2)])
+@pytest.mark.parametrize("blocks", [4, 1024])
+def test_offloaded_states_take_no_memory_but_that_of_their_buffers(text, fraction, blocks):
+    states = 2 * 4 * 256 * 256 * blocks // fraction
+    (before, update), (before_moved, update_moved) = (memory(text, passes, blocks) for passes in ((), (PASS,)))
+    assert before - before_moved == states
+    assert update - update_moved == max(states - OFFLOAD_BUFFER_BYTES, 0)
+
+
+def test_the_time_of_a_step_has_that_of_the_disk():
+    compiled = compile_text("zero(2)", blocks=1, passes=(PASS,))
+    cluster = Cluster(Device(disk_bytes_per_s=1e6))
+    costs = analytic_costs(compiled.model, cluster, storage_size_fn(compiled.model, 1))
+    own = 2 * 4 * 256 * 256 / 2
+    assert costs.offload_s(Fetch(state((0,)), "disk"), Fraction(1, 2)) == pytest.approx(own / 1e6)
+    events = [one for one in simulate(compiled.program, costs, cluster).events if "state0" in one.text]
+    assert [one.seconds for one in events if one.rank == 0] == pytest.approx([own / 1e6] * 2)
+
+
+def test_the_plan_is_a_pure_rewrite_of_the_one_without():
+    moved = compile_text("zero(2)", passes=(PASS,)).program
+    plain = " ".join(word for word in format_program(moved).split(" ") if "(state" not in word)
+    assert plain == format_program(compile_text("zero(2)").program)

@@ -1,0 +1,123 @@
+"""Optimizer state on disk changes no bit of the weights and losses, whatever the plan, the model and the optimizer."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+import counterpoint as cp
+from counterpoint.testing.parity_models import ADAMW, make_parity_model, plan_for
+from counterpoint.training.ranks import run_compiler
+from tests.covering import each_value_once
+from tests.training.trainers import build_seeded, dataset, equal_bits, fit, max_difference, mlp, params_of
+
+PASSES = ("overlap", "offload:state=disk")
+REDUCING = ["data(2)", "zero(2, level=1)", "zero(2, level=2)", "zero(2, level=3)", "pipeline(2) * zero(2, level=1)",
+            "server(2)", "tree(2)", "data(2, sync_every=2)", "data(2, staleness=1)"]  # fmt: skip
+"""Plans whose ranks sum gradients, for which these are flat anyway."""
+OPTIMIZERS = {
+    "sgd": partial(optim.SGD, lr=0.1),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": partial(optim.Adam, lr=1e-2, amsgrad=True),
+    "adagrad": partial(optim.Adagrad, lr=1e-2),
+    "rmsprop": partial(optim.RMSprop, lr=1e-3, momentum=0.5, centered=True),
+    "nadam": partial(optim.NAdam, lr=1e-3),
+    "asgd": partial(optim.ASGD, lr=1e-2),
+    "rprop": partial(optim.Rprop, lr=1e-3),
+}
+MASTERS = "bf16(reduce=bf16, weights=compute)"
+
+
+@pytest.fixture(name="small_chunks", autouse=True)
+def use_small_chunks(monkeypatch):
+    """Cut weights of these small models into many chunks."""
+    monkeypatch.setattr(run_compiler, "OFFLOAD_CHUNK_BYTES", 256)
+
+
+class LoRA(nn.Module):
+    """A frozen layer, and the product of two narrow ones that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.down, self.up = nn.Linear(6, 3), nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def train(name, plan, optimizer=ADAMW, **options):
+    """Return losses and parameters of a few steps."""
+    parity = make_parity_model(name)
+    model, losses = parity.build(), []
+    settings = {"batch_norm": "microbatch", "seed": 3, **options}
+    with cp.parallelize(model, optimizer(model.parameters()), parity.loss, strategy=plan, **settings) as step:
+        losses += [float(step(inputs, targets)) for inputs, targets in parity.batches]
+    return losses, params_of(model)
+
+
+def train_both(name, strategy, folder, optimizer=ADAMW, **options):
+    """Return what becomes of a plan with its state in memory, and on disk."""
+    plan = plan_for(strategy, 4)
+    moved = replace(plan, passes=PASSES)
+    plain = train(name, replace(plan, passes=("overlap",)), optimizer, **options)
+    return plain, train(name, moved, optimizer, offload_folder=folder, **options)
+
+
+@pytest.mark.long(quick=["gpt-zero(2, level=2)", "cnn-data(2)", "mlp-zero(2, level=3)"])
+@pytest.mark.parametrize(("name", "strategy"), each_value_once(["mlp", "cnn", "gpt"], REDUCING))
+def test_plans_that_sum_gradients_end_with_the_same_bits(name, strategy, tmp_path):
+    (losses, params), (found_losses, found) = train_both(name, strategy, tmp_path)
+    assert found_losses == losses
+    assert equal_bits(found, params)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+@pytest.mark.parametrize("strategy", ["solo", "pipeline(2)", "tensor(2)"])
+def test_plans_that_sum_none_differ_by_the_order_of_sums_at_most(name, strategy, tmp_path):
+    """Gradients of weights that are used twice are added up in flat memory, and not by autograd."""
+    (losses, params), (found_losses, found) = train_both(name, strategy, tmp_path)
+    assert found_losses == pytest.approx(losses, rel=1e-12)
+    assert max_difference(found, params) <= 1e-12
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_elementwise_optimizer_ends_with_the_same_bits(optimizer, tmp_path):
+    (losses, params), (found_losses, found) = train_both("mlp", "zero(2, level=1)", tmp_path, OPTIMIZERS[optimizer])
+    assert found_losses == losses
+    assert equal_bits(found, params)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "zero(2, level=3)"])
+def test_frozen_weights_stay_and_adapters_end_with_the_same_bits(strategy, tmp_path):
+    plain, moved = (
+        fit(replace(plan_for(strategy, 4), passes=passes), build_seeded(LoRA), **options)
+        for passes, options in (((), {}), (PASSES[1:], {"offload_folder": tmp_path}))
+    )
+    assert equal_bits(moved[0], plain[0])
+    assert moved[1].losses == plain[1].losses
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero(2, level=2)"])
+def test_master_weights_on_disk_end_with_the_same_bits(strategy, tmp_path):
+    inputs, targets = dataset(24).tensors
+    data = torch.utils.data.TensorDataset(inputs.float(), targets)
+    plain, moved = (
+        fit(replace(plan_for(strategy, 4), passes=passes), mlp().float(), data, precision=MASTERS, **options)
+        for passes, options in (((), {}), (PASSES[1:], {"offload_folder": tmp_path}))
+    )
+    assert equal_bits(moved[0], plain[0])
+    assert moved[1].losses == plain[1].losses
+
+
+def test_a_step_that_is_skipped_leaves_the_state_where_it_is(tmp_path):
+    def run(**options):
+        model = mlp()
+        with cp.parallelize(model, ADAMW(model.parameters()), nn.MSELoss(), nonfinite="skip", **options) as step:
+            for scale in (1.0, torch.inf, 1.0):
+                step(torch.ones(4, 6, dtype=torch.float64) * scale, torch.ones(4, 3, dtype=torch.float64))
+        return params_of(model)
+
+    assert equal_bits(run(strategy="data(2)", passes=PASSES, offload_folder=tmp_path), run(strategy="data(2)"))
