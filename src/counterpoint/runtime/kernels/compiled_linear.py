@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers inside graphs of ``torch.compile``, written to gradient sinks as in eager backwards.
+"""Weight gradients of linear layers inside graphs of ``torch.compile``, written to gradient sinks as without graphs.
 
 A graph returns gradients, so that those of large matrices would be copied to where they are reduced or updated. Here a
 layer is an operator whose backward submits the weight's gradient to its sink, and returns none. Which sinks there are

@@ -558,13 +558,13 @@ class ParamStore:
         tensors, members = self.optimizers[units][1][chosen], [self.units[unit] for unit in units]
         flags = [is_skipped for one in members for is_skipped in one.skipped_targets()][chosen]
         places = [place for one in members for place in one.update_ranges][chosen]
-        if self.rounding is None and (dtypes := fused_update_dtypes(optimizer)) is not None:
+        if self.rounding is None and (groups := find_fused_groups(optimizer)) is not None:
             updated = [
                 pair
                 for pair, is_skipped in zip(zip(tensors, places, strict=True), flags, strict=True)
                 if not is_skipped
             ]
-            fused_update(optimizer, dtypes, {id(one): partial(at[0].grad_ranges, *at[2:]) for one, at in updated})
+            fused_update(optimizer, groups, {id(one): partial(at[0].grad_ranges, *at[2:]) for one, at in updated})
             return
         grads = [
             None if is_skipped else storage.grads.optimizer_grad(low, high)

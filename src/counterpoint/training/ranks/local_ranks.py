@@ -220,8 +220,7 @@ class LocalRanks:
     ) -> None:
         plan.require_ranks(world.fabrics[0].num_ranks)
         self.world = world
-        self.plan = plan
-        self.buckets = plan.buckets
+        self.plan, self.buckets = plan, plan.buckets
         self.model = model
         self.trained = find_trained_modules(model, loss, optimizer_spec.optimizer)
         self.loss = loss
