@@ -8,6 +8,7 @@ import torch
 from torch import nn, optim
 
 import counterpoint as cp
+from counterpoint.optim.low_bit_adam import AdamW8bit
 from counterpoint.testing.parity_models import ADAMW, make_parity_model, plan_for
 from counterpoint.training.ranks import run_compiler
 from tests.covering import each_value_once
@@ -121,3 +122,76 @@ def test_a_step_that_is_skipped_leaves_the_state_where_it_is(tmp_path):
         return params_of(model)
 
     assert equal_bits(run(strategy="data(2)", passes=PASSES, offload_folder=tmp_path), run(strategy="data(2)"))
+
+
+def saved_under(strategy, passes, root, **options):
+    """Train two epochs with a checkpoint after each; return the parameters."""
+    plan = replace(plan_for(strategy, 4), passes=passes)
+    return fit(plan, epochs=2, fit_options={"checkpoint_dir": root, "save_every": 4, "resume": "auto"}, **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("zero(2, level=3)", "pipeline(2) * zero(2, level=1)"), ("pipeline(2)", "data(2)"), ("data(2)", "solo")],
+)
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_run_goes_on_under_another_plan_from_memory_to_disk_and_back(first, second, direction, tmp_path):
+    disk = {"offload_folder": tmp_path / "disk"}
+    kinds = [((), {}), (PASSES[1:], disk)]
+    (passes, options), (next_passes, next_options) = kinds if direction == "in" else kinds[::-1]
+    expected = saved_under("solo", (), tmp_path / "expected")
+    fit(
+        replace(plan_for(first, 4), passes=passes),
+        fit_options={"checkpoint_dir": tmp_path / "run", "save_every": 4},
+        **options,
+    )
+    found = saved_under(second, next_passes, tmp_path / "run", **next_options)
+    assert max_difference(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["solo", "zero(2, level=2)"])
+@pytest.mark.parametrize("when", ["between steps", "after"])
+def test_the_optimizer_tells_its_whole_state(strategy, when, tmp_path):
+    def states(**options):
+        model = mlp()
+        optimizer = ADAMW(model.parameters())
+        with cp.parallelize(model, optimizer, nn.MSELoss(), strategy=strategy, **options) as step:
+            for _ in range(3):
+                step(torch.ones(4, 6, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64))
+            inside = optimizer.state_dict()["state"]
+        return inside if when == "between steps" else optimizer.state_dict()["state"]
+
+    plain, moved = states(), states(passes=PASSES, offload_folder=tmp_path)
+    assert [{*state} for state in moved.values()] == [{"step", "exp_avg", "exp_avg_sq"}] * 6
+    for number, state in plain.items():
+        assert max_difference(moved[number], state) <= 1e-12
+
+
+def test_state_that_is_loaded_between_steps_is_used(tmp_path):
+    def run(**options):
+        model = mlp()
+        optimizer = ADAMW(model.parameters())
+        with cp.parallelize(model, optimizer, nn.MSELoss(), strategy="zero(2, level=1)", **options) as step:
+            inputs, targets = torch.ones(4, 6, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+            step(inputs, targets)
+            saved = optimizer.state_dict()
+            step(inputs, targets)
+            optimizer.load_state_dict(saved)
+            step(inputs, targets)
+        return params_of(model)
+
+    assert equal_bits(run(passes=PASSES, offload_folder=tmp_path), run())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        (partial(optim.Adafactor, lr=0.1), {}, "Adafactor is not known to update each element on its own; use SGD"),
+        (partial(AdamW8bit, lr=0.1), {}, "AdamW8bit is not known to update each element on its own"),
+        (ADAMW, {"offload_folder": None}, r"offload:state=disk needs a folder for the state; give offload_folder"),
+        (ADAMW, {"offload_folder": 3}, r"^offload_folder=3 is a int; give the path of a folder, or None"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused_with_a_remedy(optimizer, options, message, tmp_path):
+    with pytest.raises(cp.PlanError, match=message):
+        fit(replace(plan_for("solo", 4), passes=PASSES), optimizer=optimizer, **{"offload_folder": tmp_path, **options})

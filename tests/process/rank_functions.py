@@ -318,7 +318,17 @@ def train_prefetched(plans, transport):
     ]
 
 
-def train_with_passes(plan, passes, environment):
+def train_offloaded(plans, transport, folder):
+    """The losses of each plan with optimizer state on disk, after those with it in memory."""
+    environment = replace(detect(), transport=transport)
+    return [
+        train_with_passes(plan_of(*plan), passes, environment, offload_folder=folder)
+        for plan in plans
+        for passes in (("overlap",), ("overlap", "offload:state=disk"))
+    ]
+
+
+def train_with_passes(plan, passes, environment, **options):
     model = mlp()
     inputs, targets = dataset(12).tensors
     with cp.parallelize(
@@ -327,5 +337,6 @@ def train_with_passes(plan, passes, environment):
         F.cross_entropy,
         strategy=replace(plan, passes=passes),
         environment=environment,
+        **options,
     ) as step:
         return [float(step(inputs, targets)) for _ in range(6)]
