@@ -8,7 +8,7 @@ from counterpoint.compiler.compile import storage_size_fn
 from counterpoint.compiler.offload import offload
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.plan.plan import Plan
-from counterpoint.program.instruction import Fetch, Update, state
+from counterpoint.program.instruction import Fetch, Offload, Update, state
 from counterpoint.program.text import format_program, parse_program
 from counterpoint.program.verify.verifier import verify
 from counterpoint.simulator.cost_model import analytic_costs
@@ -50,7 +50,9 @@ def test_servers_keep_their_state_in_memory(text):
 
 @pytest.mark.parametrize("name", ["offload", "offload:", "offload:state", "offload:state=tape", "offload:weight=disk"])
 def test_a_pass_that_does_not_say_what_and_where_to_is_refused(name):
-    with pytest.raises(PlanError, match=r"write offload:state=disk, which keeps the optimizer state there"):
+    with pytest.raises(
+        PlanError, match=r"write offload:state=disk or offload:state=host, which keeps the optimizer state there"
+    ):
         Plan(passes=(name,))
 
 
@@ -65,6 +67,7 @@ def test_a_plan_has_one_place_for_its_state():
         ("", "offload(state0)>disk", "the state of unit 0 is offloaded, and has not been fetched"),
         ("fetch(state0)<disk fetch(state0)<disk", "offload(state0)>disk", "this state is fetched already"),
         ("fetch(state0)<disk", "offload(state0)>disk offload(state0)>disk", "this state has not been fetched"),
+        ("fetch(state0)<disk", "offload(state0)>host", "this state was fetched from another place"),
         ("fetch(state0)<disk", "", "this state is not offloaded again, and stays in memory"),
     ],
 )
@@ -103,6 +106,20 @@ def test_the_time_of_a_step_has_that_of_the_disk():
     assert costs.offload_s(Fetch(state((0,)), "disk"), Fraction(1, 2)) == pytest.approx(own / 1e6)
     events = [one for one in simulate(compiled.program, costs, cluster).events if "state0" in one.text]
     assert [one.seconds for one in events if one.rank == 0] == pytest.approx([own / 1e6] * 2)
+
+
+def test_state_in_host_memory_takes_the_time_of_weights_and_gradients_that_travel():
+    compiled = compile_text("zero(2)", blocks=1, passes=("offload:state=host",))
+    costs = analytic_costs(compiled.model, Cluster(Device(host_bytes_per_s=1e6)), storage_size_fn(compiled.model, 1))
+    weights, place = 4 * 256 * 256 / 2, state((0,))
+    assert costs.offload_s(Fetch(place, "host"), Fraction(1, 2)) == pytest.approx(2 * weights / 1e6)
+    assert costs.offload_s(Offload(place, "host"), Fraction(1, 2)) == pytest.approx(weights / 1e6)
+
+
+def test_state_in_host_memory_takes_none_of_the_devices():
+    before, update = memory("solo", (), 4)
+    states = 2 * 4 * 256 * 256 * 4
+    assert memory("solo", ("offload:state=host",), 4) == (before - states, update - states)
 
 
 def test_the_plan_is_a_pure_rewrite_of_the_one_without():

@@ -78,8 +78,8 @@ instructions = st.one_of(
     st.builds(ApplyPushes, served, groups, op=st.just("apply")),
     st.builds(ApplyPushes, served, groups, op=st.just("elastic_average"), alpha=st.sampled_from(["0.5", "0.0225"])),
     st.builds(Free, values),
-    st.builds(Fetch, st.builds(TensorRef, st.just("state"), units), st.just("disk")),
-    st.builds(Offload, st.builds(TensorRef, st.just("state"), units), st.just("disk")),
+    st.builds(Fetch, st.builds(TensorRef, st.just("state"), units), st.sampled_from(["disk", "host"])),
+    st.builds(Offload, st.builds(TensorRef, st.just("state"), units), st.sampled_from(["disk", "host"])),
 )
 words = st.lists(instructions, max_size=5).map(tuple)
 slices = st.integers(1, 4).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n)))

@@ -42,7 +42,7 @@ parts = st.floats(min_value=0, max_value=1, exclude_min=True)
 levels = st.lists(
     st.builds(Level, names, st.integers(1, 10**6), links, is_shared=st.booleans()), min_size=1, max_size=3
 )
-devices = st.builds(Device, rates, st.integers(1, 2**60), rates)
+devices = st.builds(Device, rates, st.integers(1, 2**60), rates, rates, rates)
 fractions = st.lists(parts).map(tuple)
 slow = st.lists(st.tuples(st.just(0), st.just(0), parts), max_size=2).map(tuple)
 turns = st.none() | st.builds(TimeSlicing, st.integers(1, 10**6), fractions, st.floats(min_value=0, max_value=1e6))
@@ -174,7 +174,7 @@ def test_a_unit_that_may_be_bits_or_bytes_is_asked_about():
         ("a: [b", "c.yaml:1: the cluster is not YAML: while parsing a flow sequence"),
         ("words", "c.yaml:1: the file is words; it must have keys with values, device, link, levels, speeds"),
         ("[1, 2]", "c.yaml:1: the file is a list; it must have keys"),
-        ("device:\nlink:", "c.yaml:1: device is empty; it must have keys with values, flops, memory, memory_bandwidth"),
+        ("device:\nlink:", "c.yaml:1: device is empty; it must have keys with values, flops, memory, memory_bandwidth, disk_bandwidth, host_bandwidth"),
         ("levels: []", "c.yaml:1: levels must be a list with at least one item"),
         ("device: {}", "c.yaml:1: the file has neither link nor levels; give one of them"),
         ("levels: [x]", "c.yaml:1: the file has no device; give it, as in device: {flops: 30 GFLOP/s, memory: 16 GiB"),

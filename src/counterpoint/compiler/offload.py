@@ -24,7 +24,8 @@ def offload(program: Program, offloading: Offloading) -> Program:
 
     Cost:
         Every step reads and writes the state that a rank updates once: with Adam in float32, 8 bytes for each of its
-        parameters each way. In memory are three chunks of at most 32 MiB, and only during updates.
+        parameters each way. In memory are three chunks of at most 32 MiB, and only during updates. State in host
+        memory stays there: the weights and gradients that a rank updates are copied to it, and weights back.
 
     Source:
         Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning, SC 2021,

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias, get_args
 Group: TypeAlias = tuple[int, ...]
 """Ranks that act together, in ascending order."""
 
-OffloadPlace: TypeAlias = Literal["disk"]
-"""Where tensors are offloaded to."""
+OffloadPlace: TypeAlias = Literal["disk", "host"]
+"""Where tensors are offloaded to: a file, or the memory of the host of a device."""
 
 ALPHA_PATTERN = r"0\.[0-9]{1,40}"
 """Regular expression for the moving rate of an elastic average, see :class:`ApplyPushes`."""
@@ -325,7 +325,8 @@ class Fetch:
     """Start to read the optimizer state of a unit back from where it was offloaded. Text: ``fetch(state3)<disk``.
 
     The state is read in chunks, through buffers: the update of the unit waits for one chunk after the other, updates
-    it, and gives it to the :class:`Offload` that follows.
+    it, and gives it to the :class:`Offload` that follows. State in host memory, ``fetch(state3)<host``, stays there,
+    and the update runs there: gradients and weights are copied to it.
 
     Args:
         tensor: the state of a unit.
@@ -339,6 +340,8 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class Offload:
     """Wait until the optimizer state of a unit is written and its buffers are free. Text: ``offload(state3)>disk``.
+
+    With ``offload(state3)>host`` the updated weights are on the device again.
 
     Args:
         tensor: the state of a unit.

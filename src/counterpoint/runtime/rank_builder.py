@@ -58,6 +58,7 @@ from counterpoint.runtime.fusion import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
+from counterpoint.runtime.offload.host_targets import HostState
 from counterpoint.runtime.offload.offloaded_state import OffloadConfig, OffloadedState
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues
@@ -211,7 +212,8 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         reduce_dtype=run_spec.reduce_dtype,
         holds_casts=run_spec.holds_casts,
         first_values=first_values,
-        offloaded=None if run_spec.offload is None else OffloadedState(run_spec.offload, rank),
+        offloaded=make_offloaded(run_spec.offload, rank),
+        accelerator=accelerator,
     )
     if isinstance(partition, WholeModel):
         replace_params(model, params, store.params)
@@ -237,6 +239,13 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     )
     store.open_offloaded(interpreter.optimizer_groups())
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
+
+
+def make_offloaded(config: OffloadConfig | None, rank: int) -> OffloadedState | HostState | None:
+    """Return a rank's offloaded optimizer state; None if it is not offloaded."""
+    if config is None:
+        return None
+    return HostState(config) if config.folder is None else OffloadedState(config, config.folder, rank)
 
 
 def make_grad_check(run_spec: RunSpec, params: Mapping[str, nn.Parameter], accelerator: Accelerator) -> GradCheck:

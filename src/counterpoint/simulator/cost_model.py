@@ -23,6 +23,7 @@ from counterpoint.program.instruction import (
     Send,
     TensorRef,
     Update,
+    grad,
     weight,
 )
 from counterpoint.simulator.network import CommInstruction, NetworkModel, P2PInstruction
@@ -202,8 +203,12 @@ class AnalyticCosts:
         return 0.0
 
     def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
-        """Return the bytes of the state at the bandwidth of the disk."""
-        return self.size_of(instruction.tensor) * float(fraction) / self.cluster.device.disk_bytes_per_s
+        """Return the bytes of the state on the disk, or those that travel between host and device, by the bandwidth."""
+        unit, device = instruction.tensor.blocks, self.cluster.device
+        if instruction.place == "disk":
+            return self.size_of(instruction.tensor) * float(fraction) / device.disk_bytes_per_s
+        moved = [weight(unit)] if isinstance(instruction, Offload) else [weight(unit), grad(unit)]
+        return sum(map(self.size_of, moved)) * float(fraction) / device.host_bytes_per_s
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
         """Return the update at memory bandwidth, and the parameters on the link to the worker."""

@@ -337,8 +337,8 @@ def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users)
             memory.free(memory.grad_shards, unit)
         case Collective() | Send() | Recv() | Push() | Pull() | Free() | ApplyPushes() | Commit() | SwapGradBuffers():
             pass
-        case Fetch(tensor):
-            memory.fetched.add(tensor.blocks)
+        case Fetch(tensor, place):
+            memory.fetched.update([tensor.blocks] if place == "disk" else ())
         case Offload(tensor):
             memory.fetched.discard(tensor.blocks)
         case Forward() | Recompute():

@@ -18,7 +18,7 @@ class Offloading:
     """Where the optimizer state lies between updates, with the master weights of casts.
 
     Args:
-        state: ``disk`` for a file of each rank.
+        state: ``disk`` for a file of each rank, ``host`` for the memory of the host of a device.
     """
 
     state: OffloadPlace

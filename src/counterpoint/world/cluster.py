@@ -39,6 +39,7 @@ class Device:
         cost_per_s: block cost per second; floating point operations per second if costs count those.
         memory_bytes: memory capacity.
         memory_bytes_per_s: memory bandwidth of an update.
+        host_bytes_per_s: bandwidth between a device and the memory of its host, to which state is offloaded.
         disk_bytes_per_s: bandwidth of the disk that the rank's state is offloaded to; its share if ranks share one.
     """
 
@@ -46,6 +47,7 @@ class Device:
     memory_bytes: int = 8 * 2**30
     memory_bytes_per_s: float = 10e9
     disk_bytes_per_s: float = 1e9
+    host_bytes_per_s: float = 16e9
 
 
 @dataclass(frozen=True, slots=True)

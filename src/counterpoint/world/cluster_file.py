@@ -29,7 +29,7 @@ from counterpoint.world.quantities import (
 from counterpoint.yaml_reader import compose_yaml
 
 DEVICE_KEYS = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
-OPTIONAL_DEVICE_KEYS = {"disk_bandwidth": BANDWIDTH}
+OPTIONAL_DEVICE_KEYS = {"disk_bandwidth": BANDWIDTH, "host_bandwidth": BANDWIDTH}
 LINK_KEYS = {"latency": LATENCY, "bandwidth": BANDWIDTH}
 
 _KEYS = ("device", "link", "levels", "speeds", "compute_contention", "slow_links", "memory_contention", "time_slicing")
@@ -161,10 +161,13 @@ class _ClusterReader:
             self.quantity(nodes.get(key), f"device.{key}", DEVICE_KEYS[key]) for key in DEVICE_KEYS
         )
         device = Device(flops, int(memory), bandwidth)
-        if "disk_bandwidth" not in nodes:
-            return device
-        disk_bandwidth = self.quantity(nodes["disk_bandwidth"], "device.disk_bandwidth", BANDWIDTH)
-        return replace(device, disk_bytes_per_s=disk_bandwidth)
+        disk, host = (
+            self.quantity(nodes[key], f"device.{key}", kind) if key in nodes else default
+            for (key, kind), default in zip(
+                OPTIONAL_DEVICE_KEYS.items(), (device.disk_bytes_per_s, device.host_bytes_per_s), strict=True
+            )
+        )
+        return replace(device, disk_bytes_per_s=disk, host_bytes_per_s=host)
 
     def link(self, node: yaml.Node) -> Link:
         return self.link_from(self.mapping(node, "link", _LINK_KEYS, required=LINK_KEYS), "link")
@@ -333,8 +336,14 @@ def format_cluster(cluster: Cluster) -> str:
             "memory_bandwidth": format_quantity(device.memory_bytes_per_s, BANDWIDTH),
         }
     }
-    if device.disk_bytes_per_s != Device().disk_bytes_per_s:
-        fields["device"]["disk_bandwidth"] = format_quantity(device.disk_bytes_per_s, BANDWIDTH)
+    default = Device()
+    optional = {
+        "disk_bandwidth": (device.disk_bytes_per_s, default.disk_bytes_per_s),
+        "host_bandwidth": (device.host_bytes_per_s, default.host_bytes_per_s),
+    }
+    for key, (value, usual) in optional.items():
+        if value != usual:
+            fields["device"][key] = format_quantity(value, BANDWIDTH)
     if cluster.levels:
         fields["levels"] = [
             {"name": level.name, "count": level.count, **_link_fields(level.link), "shared": level.is_shared}

@@ -44,13 +44,13 @@ class OffloadConfig:
     """How the ranks of a run offload their optimizer state.
 
     Args:
-        folder: of the files.
+        folder: of the files; None for state in the memory of the host of a device.
         timeout_s: the longest time that a chunk may take, in seconds.
         max_target_elements: the most elements of a tensor that an optimizer updates; None where its state is empty.
         chunk_bytes: the most bytes of a chunk.
     """
 
-    folder: str
+    folder: str | None
     timeout_s: float
     max_target_elements: int | None
     chunk_bytes: int
@@ -257,12 +257,13 @@ class OffloadedState:
 
     Args:
         config: of the run.
+        folder: of the file.
         rank: for errors and the file's name.
     """
 
-    def __init__(self, config: OffloadConfig, rank: int) -> None:
+    def __init__(self, config: OffloadConfig, folder: str, rank: int) -> None:
         self.config = config
-        self.file = ChunkFile(config.folder, rank, config.timeout_s)
+        self.file = ChunkFile(folder, rank, config.timeout_s)
         self.optimizers: dict[tuple[Unit, ...], OffloadedOptimizer] = {}
         self.places: dict[int, tuple[Chunk, TargetState]] = {}  # by the target's id
         self.num_bytes = self.num_chunks = 0

@@ -28,13 +28,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
-from counterpoint.runtime.offload.offloaded_state import OffloadedState, absent_values
+from counterpoint.runtime.offload.offloaded_state import absent_values
 from counterpoint.runtime.params.flat_grads import FlatGrads, GradRange, GradStorage
 from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues, FlatLayout, ShardSpan
 from counterpoint.runtime.params.grad_check import GradCheck
@@ -102,6 +102,18 @@ class ErrorFeedback:
         self._is_pending = False
 
 
+class MasterStore(Protocol):
+    """Has master weights between updates, by the tensor that an optimizer updates in place of them."""
+
+    def read_master(self, target: Tensor) -> Tensor:
+        """Return the values of a target; valid until the next call."""
+        ...
+
+    def write_master(self, target: Tensor, start: int, values: Tensor) -> None:
+        """Write flat values to a target, from an element on."""
+        ...
+
+
 class OffloadedMasters:
     """Master weights of one unit and dtype that are elsewhere between updates, with the optimizer state.
 
@@ -111,9 +123,7 @@ class OffloadedMasters:
         dtype: of the master weights.
     """
 
-    def __init__(
-        self, offloaded: OffloadedState, targets: Sequence[tuple[int, int, Tensor]], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, offloaded: MasterStore, targets: Sequence[tuple[int, int, Tensor]], dtype: torch.dtype) -> None:
         self.offloaded, self.targets, self.dtype = offloaded, targets, dtype
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -127,7 +137,7 @@ class OffloadedMasters:
 
     def write(self, start: int, values: Tensor) -> None:
         """Write values from an element on."""
-        stop = start + values.numel()
+        values, stop = values.detach().cpu(), start + values.numel()
         for low, high, target in self._targets_in(start, stop):
             first, last = max(low, start), min(high, stop)
             self.offloaded.write_master(target, first - low, values[first - start : last - start])

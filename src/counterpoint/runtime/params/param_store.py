@@ -11,8 +11,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn, optim
 
+from counterpoint.device.accelerator import Accelerator
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
+from counterpoint.runtime.offload.host_targets import HostState, HostTargets, make_host_target
 from counterpoint.runtime.offload.offloaded_state import MASTER, OffloadedState, StateDtypes
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, clip_by_value, scale_grad, step_without_closure
 from counterpoint.runtime.params.flat_layout import (
@@ -233,7 +235,9 @@ class ParamStore:
         holds_casts: whether the parameters in ``read_dtypes`` are held in that dtype, with master weights of what the
             rank updates.
         first_values: of parameters that have none; None if ``params`` have them.
-        offloaded: the optimizer state, if it is elsewhere between updates; gradients are then flat.
+        offloaded: the optimizer state, if it is elsewhere between updates; gradients are then flat, and those of a
+            device are applied on the host.
+        accelerator: that the parameters are on; None for the host.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -255,9 +259,12 @@ class ParamStore:
         reduce_dtype: torch.dtype | None = None,
         holds_casts: bool = False,
         first_values: FirstValues | None = None,
-        offloaded: OffloadedState | None = None,
+        offloaded: OffloadedState | HostState | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self.params, self.offloaded = dict(params), offloaded
+        self.accelerator = accelerator
+        self.host_targets: dict[tuple[Unit, ...], HostTargets] = {}  # of a device, by the units of an optimizer
         self.read_dtypes, self.rounding, self.reduce_dtype = read_dtypes, rounding, reduce_dtype
         self.holds_casts = holds_casts
         self.grad_check = grad_check or GradCheck()
@@ -384,6 +391,8 @@ class ParamStore:
     def _repoint_optimizers(self) -> None:
         """Point the optimizers' tensors at the current memory of the weights."""
         for units, (_, tensors) in self.optimizers.items():
+            if units in self.host_targets:
+                continue  # which are no memory of weights
             targets = [
                 target for unit in units for _, target in self.units[unit].optimizer_targets(self.optimizer_spec)
             ]
@@ -433,6 +442,10 @@ class ParamStore:
         """
         if units not in self.optimizers:
             targets = [target for unit in units for target in self.units[unit].optimizer_targets(self.optimizer_spec)]
+            if self.offloaded is not None and self.accelerator is not None and not self.accelerator.is_host:
+                targets = [(group, make_host_target(tensor)) for group, tensor in targets]
+                places = [(at[0], *at[2:]) for unit in units for at in self.units[unit].update_ranges]
+                self.host_targets[units] = HostTargets(self.accelerator, places, [tensor for _, tensor in targets])
             tensors = [tensor for _, tensor in targets]
             optimizer = self.optimizer_spec.build(targets) if targets else None
             self.optimizers[units] = (optimizer, tensors)
@@ -464,7 +477,7 @@ class ParamStore:
             self.offloaded.open()
             self._offload_masters(self.offloaded)
 
-    def _offload_masters(self, offloaded: OffloadedState) -> None:
+    def _offload_masters(self, offloaded: OffloadedState | HostState) -> None:
         """Move the master weights of all units to the offloaded state."""
         targets: dict[FlatParams, list[tuple[int, int, Tensor]]] = {}
         for units, (_, tensors) in self.optimizers.items():
@@ -477,14 +490,14 @@ class ParamStore:
         offloaded.flush()
 
     def fetch(self, units: tuple[Unit, ...]) -> None:
-        """Start to read the offloaded state of some units."""
-        assert self.offloaded is not None, "the program offloads"
-        self.offloaded.fetch(units)
+        """Start to read the offloaded state of some units; the host of ranks that compute there has it already."""
+        if self.offloaded is not None:
+            self.offloaded.fetch(units)
 
     def offload(self, units: tuple[Unit, ...]) -> None:
         """Wait until the state of some units is offloaded."""
-        assert self.offloaded is not None, "the program offloads"
-        self.offloaded.offload(units)
+        if self.offloaded is not None:
+            self.offloaded.offload(units)
 
     def read_state(self, optimizer: optim.Optimizer, tensor: Tensor) -> dict[str, Any]:
         """Return the state of a tensor that an optimizer of this rank updates, wherever it is."""
@@ -546,32 +559,51 @@ class ParamStore:
         self, optimizer: optim.Optimizer, units: tuple[Unit, ...], step: int, first: int, stop: int
     ) -> None:
         """Update the targets of flat parameters from one index up to another, which the optimizer has now."""
-        tensors = self.optimizers[units][1][first:stop]
-        places = [place for unit in units for place in self.units[unit].update_ranges][first:stop]
-        self._step_targets(optimizer, units, step, slice(first, stop))
-        for tensor, (storage, _, low, high) in zip(tensors, places, strict=True):
+        members, host_targets = [self.units[unit] for unit in units], self.host_targets.get(units)
+        skipped = [is_skipped for one in members for is_skipped in one.skipped_targets()]
+        if host_targets is not None:
+            for index in range(first, min(stop + stop - first, len(skipped))):
+                host_targets.start(index, is_skipped=skipped[index])
+            for index in range(first, stop):
+                host_targets.load(index)
+        self._step_targets(optimizer, units, step, skipped, slice(first, stop))
+        if host_targets is not None:
+            for index in range(first, stop):
+                host_targets.store(index)
+            return
+        places = [place for one in members for place in one.update_ranges][first:stop]
+        for tensor, (storage, _, low, high) in zip(self.optimizers[units][1][first:stop], places, strict=True):
             if storage.layout.holds_casts:
                 storage.weights.data[low:high].copy_(tensor.data.view(-1))
 
-    def _step_targets(self, optimizer: optim.Optimizer, units: tuple[Unit, ...], step: int, chosen: slice) -> None:
+    def _step_targets(
+        self, optimizer: optim.Optimizer, units: tuple[Unit, ...], step: int, skipped: Sequence[bool], chosen: slice
+    ) -> None:
         """Step the targets of flat parameters that the optimizer has now."""
         tensors, members = self.optimizers[units][1][chosen], [self.units[unit] for unit in units]
-        flags = [is_skipped for one in members for is_skipped in one.skipped_targets()][chosen]
         places = [place for one in members for place in one.update_ranges][chosen]
+        flags = skipped[chosen]
+        has_grads = units in self.host_targets  # of their own, on the host
         if self.rounding is None and (groups := find_fused_groups(optimizer)) is not None:
-            updated = [
-                pair
-                for pair, is_skipped in zip(zip(tensors, places, strict=True), flags, strict=True)
-                if not is_skipped
-            ]
-            fused_update(optimizer, groups, {id(one): partial(at[0].grad_ranges, *at[2:]) for one, at in updated})
+            updated = [] if has_grads else zip(tensors, places, flags, strict=True)
+            sources = {
+                id(one): partial(at[0].grad_ranges, *at[2:]) for one, at, is_skipped in updated if not is_skipped
+            }
+            fused_update(optimizer, groups, sources)
             return
-        grads = [
-            None if is_skipped else storage.grads.optimizer_grad(low, high)
-            for (storage, _, low, high), is_skipped in zip(places, flags, strict=True)
-        ]
-        ranges = [own for one in members for own in one.target_ranges()][chosen]
-        with give_grads(tensors, grads) if self.rounding is None else self.rounding.widen(tensors, grads, ranges, step):
+        if has_grads:
+            grads = [tensor.grad for tensor in tensors]
+        else:
+            grads = [
+                None if is_skipped else storage.grads.optimizer_grad(low, high)
+                for (storage, _, low, high), is_skipped in zip(places, flags, strict=True)
+            ]
+        if self.rounding is None:
+            context: AbstractContextManager[None] = give_grads(tensors, grads)
+        else:
+            ranges = [own for one in members for own in one.target_ranges()][chosen]
+            context = self.rounding.widen(tensors, grads, ranges, step)
+        with context:
             step_without_closure(optimizer)
 
     def _try_fused_update(self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...]) -> bool:

@@ -44,6 +44,7 @@ from counterpoint.runtime.sample_independence import (
     require_sample_independence,
 )
 from counterpoint.strategies.buckets import BucketConfig
+from counterpoint.terminal_text import warn
 from counterpoint.training.batches.in_flight import require_known_to_stages, require_version_memory
 from counterpoint.training.model_checks.embedding_checks import (
     require_no_frequency_scaling,
@@ -322,24 +323,26 @@ class RunCompiler:
         """Return how the plan offloads optimizer state; None if it does not.
 
         Raises:
-            PlanError: the optimizer needs whole tensors, ranks are on a device, or the folder is missing.
+            PlanError: the optimizer needs whole tensors, or the folder is missing.
         """
         if compiled.plan.offloading is None:
             return None
-        spec, options, what = (
-            self.optimizer_spec,
-            self.options,
-            f"the pass offload:state={compiled.plan.offloading.state}",
-        )
+        spec, options = self.optimizer_spec, self.options
+        what = f"the pass offload:state={compiled.plan.offloading.state}"
         if not spec.is_elementwise:
             raise PlanError(
                 f"{what} updates weights in chunks, but {spec.optimizer_class.__name__} is not known to update each "
                 "element on its own; use SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or "
                 "Rprop, or drop the pass"
             )
-        if any(param.device.type != "cpu" for param in self.trained.parameters()):
-            raise PlanError(f"{what} is for ranks that compute on the host; drop the pass, or give device='cpu'")
-        if options.offload_folder is None:
+        is_host = all(param.device.type == "cpu" for param in self.trained.parameters())
+        folder = None if options.offload_folder is None else str(options.offload_folder)
+        if compiled.plan.offloading.state == "host":
+            if is_host:
+                warn(f"{what} changes nothing: ranks compute on the host, where the state is already", stacklevel=2)
+                return None
+            folder = None
+        elif folder is None:
             raise PlanError(f"{what} needs a folder for the state; give offload_folder=..., on a local disk")
         widened = parse_precision(options.precision)
         is_widened = widened is not None and widened.rounding == "stochastic"
@@ -352,7 +355,7 @@ class RunCompiler:
             {**spec.list_state_dtypes(group, dtype), **dict.fromkeys(masters, dtype)} for group, dtype in dtypes
         ]
         size = find_max_target_elements(state_dtypes, OFFLOAD_CHUNK_BYTES)
-        return OffloadConfig(str(options.offload_folder), options.timeout_s, size, OFFLOAD_CHUNK_BYTES)
+        return OffloadConfig(folder, options.timeout_s, size, OFFLOAD_CHUNK_BYTES)
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
         """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
