@@ -263,3 +263,20 @@ def test_a_method_that_is_missing_says_what_to_do_instead():
 def test_reading_a_configuration_does_not_import_torch():
     code = "import sys; from counterpoint.compat.deepspeed import read_config; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "is_taken"), [({"device": "cpu"}, True), ({"device": "nvme", "nvme_path": "/disk"}, False)]
+)
+def test_state_on_disk_needs_a_program_and_state_on_the_host_is_there(place, is_taken):
+    config = training.config_of(1) | {"zero_optimization": {"stage": 1, "offload_optimizer": place}}
+    model = nn.Linear(2, 2)
+
+    def start():
+        return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+
+    if is_taken:
+        assert start()[0] is not None
+    else:
+        with pytest.raises(cp.PlanError, match=r"is the pass offload:state=disk, which programs have"):
+            start()

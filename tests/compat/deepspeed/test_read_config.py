@@ -52,6 +52,9 @@ ARGUMENTS = {
     | {"strategy": "zero(2, level=3, persistence_threshold=1000000)", "num_microbatches": 4}
     | {"precision": BF16, "nonfinite": "skip"},
     "zero3_without_prefetch": DATA | {"strategy": "zero(2, level=3)"},
+    "state_on_nvme": DATA
+    | {"strategy": "zero(2, level=3)", "passes": (*PREFETCH, "offload:state=disk"), "offload_folder": "/local_nvme"},
+    "state_on_cpu": DATA | {"strategy": "zero(2, level=2)", "passes": ("overlap", "offload:state=host")},
     "autocast_bf16": DATA | {"precision": "bf16(autocast=true)"},
     "autocast_fp16": DATA | {"precision": "fp16(autocast=true, reduce=bf16)", "loss_scale": "dynamic"},
     "sums_in_bf16": DATA | {"precision": "fp32(reduce=bf16)", "loss_scale": 1.0},
@@ -65,6 +68,14 @@ ARGUMENTS = {
 }
 SIZE: dict[str, Any] = {"train_batch_size": 8}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a place for states that is none": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "tape"}}},
+        "zero_optimization.offload_optimizer.device='tape' is not none, cpu or nvme",
+    ),
+    "a disk without a folder": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+        "zero_optimization.offload_optimizer.device=nvme needs zero_optimization.offload_optimizer.nvme_path",
+    ),
     "a misspelt key of a section": ({"zero_optimization": {"stag": 2}}, "did you mean 'stage'"),
     "a misspelt key": ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
     "a misspelt section": ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),

@@ -188,9 +188,13 @@ def _resolve(config: Mapping[str, Any], num_ranks: int, auto: Mapping[str, Any])
         num_ranks,
     )
     optimizer, scheduler = values["optimizer.type"], values["scheduler.type"]
+    plan_arguments, offload_arguments = _plan_arguments(values, num_ranks), _offload_arguments(values)
+    if offload_arguments:
+        passes = (*plan_arguments.get("passes", ("overlap",)), *offload_arguments.pop("passes"))
+        plan_arguments |= {"passes": passes, **offload_arguments}
     return DeepSpeedConfig(
         {
-            **_plan_arguments(values, num_ranks),
+            **plan_arguments,
             "num_microbatches": sizes.gradient_accumulation_steps,
             **_training_arguments(values, num_ranks),
         },
@@ -413,6 +417,25 @@ def _plan_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]
     strategy = Zero(num_ranks, level=3, persistence_threshold=threshold)
     prefetches = values["zero_optimization.stage3_prefetch_bucket_size"] != 0
     return {"strategy": str(strategy), **({"passes": ("overlap", "prefetch")} if prefetches else {})}
+
+
+def _offload_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pass that offloads optimizer state, with the folder that it needs; nothing if it stays.
+
+    Raises:
+        PlanError: there is no such device, or it lacks a folder.
+    """
+    section = "zero_optimization.offload_optimizer"
+    device, folder = values[f"{section}.device"], values[f"{section}.nvme_path"]
+    if device == "none":
+        return {}
+    if device == "cpu":
+        return {"passes": ("offload:state=host",)}
+    if device != "nvme":
+        raise PlanError(f"{section}.device={shorten(repr(device))} is not none, cpu or nvme")
+    if folder is None:
+        raise PlanError(f"{section}.device=nvme needs {section}.nvme_path; give a folder on a local disk")
+    return {"passes": ("offload:state=disk",), "offload_folder": folder}
 
 
 def _training_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:

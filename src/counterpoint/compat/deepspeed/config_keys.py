@@ -63,7 +63,8 @@ SIZE = "ranks reduce and gather in buckets of their own size"
 LAYOUT = "how states lie in memory is decided here"
 LIMIT = "weights are freed after each use, or after the next one under the pass prefetch"
 LOGS = "nothing is logged by this key; pass run_dir= for metrics, TensorBoard events and a report"
-OFFLOAD = "states and weights stay on the device; use more ranks, or zero3, which shards everything"
+OFFLOAD = "weights stay on the device; use more ranks, or zero3, which shards them"
+BUFFERS = "state is read and written in chunks of its own size, while others are updated"
 
 BATCH_KEYS = (
     _becomes("train_batch_size", "int", None, "the samples of one step, over all ranks"),
@@ -213,11 +214,29 @@ ZERO_KEYS = (
     _ignored("zero_optimization.leaf_module", "dict", "weights are gathered by blocks, whichever experts are active"),
     _ignored("zero_optimization.save_muon_momentum_buffer_in_memory", "bool", "it is about offload"),
     _ignored("zero_optimization.cpu_offload_use_pin_memory", "bool", "it is about offload"),
-    _refused("zero_optimization.offload_optimizer", "dict", OFFLOAD, neutral=(None, "none"), switch="device"),
+    _becomes(
+        "zero_optimization.offload_optimizer.device",
+        "text",
+        "none",
+        "the pass offload: cpu is offload:state=host, nvme is offload:state=disk",
+    ),
+    _becomes("zero_optimization.offload_optimizer.nvme_path", "text", None, "offload_folder"),
+    _ignored("zero_optimization.offload_optimizer.pin_memory", "bool", "what travels is always copied so"),
+    _ignored("zero_optimization.offload_optimizer.buffer_count", "int", BUFFERS),
+    _ignored("zero_optimization.offload_optimizer.buffer_size", "int", BUFFERS),
+    _ignored("zero_optimization.offload_optimizer.pipeline_read", "bool", BUFFERS),
+    _ignored("zero_optimization.offload_optimizer.pipeline_write", "bool", BUFFERS),
+    _ignored("zero_optimization.offload_optimizer.fast_init", "bool", BUFFERS),
+    _refused(
+        "zero_optimization.offload_optimizer.ratio",
+        "number",
+        "the state of all parameters is offloaded, or of none; omit it",
+        neutral=(None, 1),
+    ),
     _refused("zero_optimization.offload_param", "dict", OFFLOAD, neutral=(None, "none"), switch="device"),
-    _refused("zero_optimization.cpu_offload", "bool", OFFLOAD),
+    _refused("zero_optimization.cpu_offload", "bool", 'write offload_optimizer: {"device": "cpu"}'),
     _refused("zero_optimization.cpu_offload_param", "bool", OFFLOAD),
-    _refused("zero_optimization.zenflow", "dict", OFFLOAD, neutral=(None,)),
+    _refused("zero_optimization.zenflow", "dict", "each step applies its whole gradient; omit it", neutral=(None,)),
     _refused(
         "zero_optimization.zero_hpz_partition_size",
         "int",

@@ -31,6 +31,7 @@ from counterpoint.launchers.environment import detect
 from counterpoint.model.precision import parse_precision
 from counterpoint.partitioning.module_casts import torch_dtype
 from counterpoint.runtime.loss.loss_scale import LossScaler, parse_loss_scale
+from counterpoint.strategies.offload import OFFLOAD_PASS
 from counterpoint.training.distributed_world import open_world
 
 TIMEOUT_S = 600.0
@@ -112,6 +113,25 @@ def open_fabric() -> Fabric:
     return open_world(environment, num_ranks, TIMEOUT_S).fabrics[0]
 
 
+def require_state_in_memory(config: DeepSpeedConfig, model: nn.Module) -> None:
+    """Check that the configuration keeps optimizer state where the model is, as the script's own optimizer does.
+
+    Raises:
+        PlanError: it offloads the state, which needs a program.
+    """
+    passes, on_host = (
+        config.arguments.get("passes", ()),
+        all(param.device.type == "cpu" for param in model.parameters()),
+    )
+    moved = [one for one in passes if one.startswith(OFFLOAD_PASS) and not (on_host and one.endswith("host"))]
+    if moved:
+        raise PlanError(
+            f"zero_optimization.offload_optimizer is the pass {moved[0]}, which programs have, but initialize() "
+            "updates by the script's optimizer, whose state is with the model; write step = cp.parallelize(model, optimizer, "
+            "loss, **read_config(...).arguments), or omit offload_optimizer here"
+        )
+
+
 def require_device(fabric: Fabric, model: nn.Module) -> None:
     """Check that ranks can exchange the model's tensors.
 
@@ -180,6 +200,7 @@ def _wrap(
     """Return the model with its update, after all ranks have got rank 0's weights."""
     arguments = config.arguments
     precision = parse_precision(arguments.get("precision"))
+    require_state_in_memory(config, model)
     require_new_optimizer(optimizer)
     trained: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
     names = require_known_params(model, trained)
