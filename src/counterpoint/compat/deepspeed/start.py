@@ -127,8 +127,8 @@ def require_state_in_memory(config: DeepSpeedConfig, model: nn.Module) -> None:
     if moved:
         raise PlanError(
             f"zero_optimization.offload_optimizer is the pass {moved[0]}, which programs have, but initialize() "
-            "updates by the script's optimizer, whose state is with the model; write step = cp.parallelize(model, optimizer, "
-            "loss, **read_config(...).arguments), or omit offload_optimizer here"
+            "updates by the script's optimizer, whose state is with the model; write step = cp.parallelize(model, "
+            "optimizer, loss, **read_config(...).arguments), or omit offload_optimizer here"
         )
 
 
