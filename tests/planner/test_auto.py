@@ -130,7 +130,7 @@ def test_a_cluster_file_is_read_before_anything_starts(tmp_path):
 
 
 def test_a_value_that_is_not_a_cluster_is_rejected():
-    with pytest.raises(cp.PlanError, match="cluster=4 is a int; give a Cluster, or the path of its file"):
+    with pytest.raises(cp.PlanError, match="cluster=4 is a int; give a Cluster, its name, or the path of its file"):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, strategy="auto(4)", cluster=4)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 
 from counterpoint.errors import PlanError
-from counterpoint.world.cluster import Cluster, Device, Level, Link, TimeSlicing
+from counterpoint.world.cluster import Cluster, Device, Level, Link, Roofline, TimeSlicing
 from counterpoint.world.cluster_file import format_cluster, load_cluster, parse_cluster
 from counterpoint.world.quantities import (
     BANDWIDTH,
@@ -210,6 +210,43 @@ def test_more_ranks_than_the_levels_have_are_refused_and_fewer_are_not():
 def test_a_key_with_an_earlier_name_is_refused_with_its_present_one(old, new, text):
     (message,) = mistakes(text)
     assert message.endswith(f" has an unknown key {old}; {old} is now called {new}")
+
+
+PEAKS = """\
+device:
+  name: a card
+  flops: {fp32: 1 TFLOP/s, bf16: 4 TFLOP/s}
+  memory: 8 GiB
+  memory_bandwidth: 1 TB/s
+  reserve: 1 GiB
+  flops_fraction: 0.5
+  launch: 2 us
+link: {latency: 1 us, bandwidth: 1 GB/s}
+"""
+
+
+def test_a_device_may_have_peaks_by_dtype():
+    roofline = Roofline("a card", (("fp32", 1e12), ("bf16", 4e12)), flops_fraction=0.5, launch_s=2e-6)
+    assert parse_cluster(PEAKS).device == Device(1e12, 8 * 2**30, 1e12, 2**30, roofline)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("fp32: 1 ", "fp64: 1 ", "c.yaml:3: device.flops has no fp32; give it, as in flops: {fp32: 67 TFLOP/s"),
+        ("bf16", "bf61", "c.yaml:3: device.flops has an unknown key bf61; did you mean bf16?"),
+        ("4 TFLOP/s", "4", "c.yaml:3: device.flops.bf16 is 4; it has no unit"),
+        ("reserve: 1 GiB", "reserve: 8 GiB", "c.yaml:6: device.reserve is not less than device.memory"),
+        ("0.5", "1.5", "c.yaml:7: device.flops_fraction is 1.5; it must be more than 0 and at most 1"),
+        (
+            "{fp32: 1 TFLOP/s, bf16: 4 TFLOP/s}",
+            "1 TFLOP/s",
+            "c.yaml:7: device.flops_fraction is for peaks by dtype, but device.flops is 1 TFLOP/s; write it as in flops:",
+        ),
+    ],
+)
+def test_a_mistake_in_peaks_is_reported(old, new, message):
+    assert any(line.startswith(message) for line in mistakes(PEAKS.replace(old, new)))
 
 
 def test_a_quantity_with_too_many_digits_is_refused():

@@ -19,7 +19,6 @@ from counterpoint.cli.plan_output import (
     print_plans,
     print_result,
     ranking_to_dict,
-    result_to_dict,
     write_report,
 )
 from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
@@ -41,8 +40,8 @@ from counterpoint.planner.prepare import fit_profile
 from counterpoint.planner.ranking import PlanRanking, merge_rankings
 from counterpoint.planner.search.proposals import SearchSpace
 from counterpoint.planner.search.search import MAX_STARTS, SearchBudget, search_plans as search_plans
-from counterpoint.world.cluster import Cluster
-from counterpoint.world.cluster_file import load_cluster
+from counterpoint.world.cluster import Cluster, Device
+from counterpoint.world.cluster_file import resolve_cluster
 
 MINIBATCHES_PER_RANK = 4
 """Minibatches of a PipeDream profile per rank in a step, if no batch size is given."""
@@ -90,7 +89,13 @@ Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of rank
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples of one global batch; 64 without a job.")]
 Blocks = Annotated[int | None, typer.Option(min=1, help="Without a job: equal blocks; 8 if omitted.")]
 Width = Annotated[int, typer.Option(min=1, help="Without a job: a block is one linear layer of this width.")]
-ClusterFile = Annotated[Path | None, typer.Option(help="Cluster file, as `counterpoint probe` writes it.")]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|NAME",
+        help="Cluster file, as `counterpoint probe` writes it; or hosts with GPUs by name: 8xh100, 4x8xa100-80gb.",
+    ),
+]
 MemoryGib = Annotated[float | None, typer.Option(min=0, help="Memory of a rank in GiB.")]
 ProfileFile = Annotated[
     Path | None, typer.Option(help="Profile of the model's layers, as `counterpoint profile --out` writes it.")
@@ -135,7 +140,7 @@ def plan(
     batch_size: BatchSize = None,
     blocks: Blocks = None,
     width: Width = 1024,
-    cluster: ClusterFile = None,
+    cluster: ClusterName = None,
     memory: MemoryGib = None,
     profile: ProfileFile = None,
     graph: GraphFile = None,
@@ -166,20 +171,21 @@ def plan(
         print_profile_plans(graph, place, ranks, batch_size, (top, as_json))
         return
     budget_s = None if time_budget is None else parse_time_budget(time_budget)
-    workload = None if job is None else load_workload(job, arguments or (), which)
+    workload = None if job is None else load_workload(job, arguments or (), which, computes_nothing=measure is None)
     size = batch_size or (64 if workload is None else workload.batch_size)
     loaded_plan = None if plan is None else load_plan(plan, ranks, size)
     computed_in = resolve_precision(precision, workload, loaded_plan)
     name, model = build_model(workload, blocks or 8, width, computed_in)
     deadline = None if budget_s is None else Deadline.after(budget_s)
-    problem = PlanningProblem(model, place, size, resolve_profile(model, profile, loaded_plan))
+    loaded_profile = resolve_profile(model, profile, loaded_plan, computed_in)
+    own_profile = loaded_profile or estimate_workload(workload, place.device, computed_in, size)
+    problem = PlanningProblem(model, place, size, own_profile)
     pass_names = tuple(name for name in passes if name != "none") if passes is not None else DEFAULT_PASSES
     plans = list_candidates(ranks, problem, pass_names, loaded_plan, fraction_of_deadline(deadline, 4))
     ranking = rank_for_problem(plans, problem, fraction_of_deadline(deadline, 2))
-    if deadline is not None:
-        ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(time_s=deadline.remaining_s, seed=seed))
-    elif search:
-        ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(steps=DEFAULT_PROPOSALS, seed=seed))
+    if deadline is not None or search:
+        steps, time_s = (DEFAULT_PROPOSALS, None) if deadline is None else (None, deadline.remaining_s)
+        ranking = add_search(ranking, ranks, problem, pass_names, SearchBudget(steps, time_s, seed))
     plans, ranking = write_precision(plans, ranking, computed_in)
     result = choose_plan(ranking, plans, problem)
     if isinstance(result, PlanError) and (out is not None or report is not None or measure is not None):
@@ -188,9 +194,8 @@ def plan(
         from counterpoint.cli.measure_plans import measure_on_this_host
 
         result = measure_on_this_host((job, arguments or [], which), result, measure)
-    request = PlanRequest(name, ranks, size, len(plans), computed_in)
-    text = json.dumps(result_to_dict(ranking, result, top), indent=2) if as_json else ""
-    echo(text) if text else print_result(request, ranking, result, top)
+    request = PlanRequest(name, ranks, len(plans), computed_in, problem)
+    print_result(request, ranking, result, top, as_json=as_json)
     if isinstance(result, PlanChoice):
         write_outputs(result, request, out, report)
 
@@ -296,11 +301,13 @@ def load_plan(path: Path, num_ranks: int, batch_size: int) -> Plan:
     return plan
 
 
-def resolve_profile(model: ModelSpec, path: Path | None, loaded_plan: Plan | None = None) -> ModelProfile | None:
+def resolve_profile(
+    model: ModelSpec, path: Path | None, loaded_plan: Plan | None = None, precision: Precision | None = None
+) -> ModelProfile | None:
     """Return the profile from a file, or else the one that the plan came with, if any; checked to be of this model.
 
     Raises:
-        PlanError: it cannot be read, is not a profile, or is of another model.
+        PlanError: it cannot be read, is not a profile, or is of another model or another precision.
     """
     if path is None and loaded_plan is not None:
         fit_profile(loaded_plan, model, None)
@@ -308,7 +315,40 @@ def resolve_profile(model: ModelSpec, path: Path | None, loaded_plan: Plan | Non
     loaded_profile = None if path is None else load_profile(path)
     if loaded_profile is not None:
         loaded_profile.match_to(model.without_tp)
+        of_profile, wanted = loaded_profile.profiled_on.precision, "" if precision is None else str(precision)
+        if of_profile not in {"", wanted}:
+            raise PlanError(
+                f"the profile {path} is of the model in {of_profile}, but plans are compared in "
+                f"{wanted or 'the dtypes of the model'}; give --precision {of_profile}, or another profile"
+            )
     return loaded_profile
+
+
+def estimate_workload(
+    workload: Workload | None, device: Device, precision: Precision | None, batch_size: int
+) -> ModelProfile | None:
+    """Return the profile of a job's or a script's model at the roofline of a device; None without one of either.
+
+    Nothing is computed.
+    """
+    if workload is None or device.roofline is None:
+        return None
+    from counterpoint.training.model_checks.validation import min_microbatch_size
+    from counterpoint.training.profiling import default_microbatch_sizes, profile as take
+
+    batch = workload.make_batch(workload.batch_size, 1)
+    return take(
+        workload.model,
+        batch.inputs(0),
+        batch.targets(0),
+        loss=workload.loss,
+        optimizer=workload.optimizer_spec.optimizer,
+        microbatch_sizes=default_microbatch_sizes(batch_size, min_microbatch_size(workload.model)),
+        batch_dims=workload.options.batch_dims,
+        shared=workload.options.shared,
+        roofline_device=device,
+        precision=precision,
+    )
 
 
 def parse_time_budget(time_budget: str) -> float:
@@ -342,13 +382,13 @@ def write_outputs(choice: PlanChoice, request: PlanRequest, out: Path | None, re
             echo(f"wrote {path}", err=True)
 
 
-def cluster_for(path: Path | None, num_ranks: int, memory_gib: float | None) -> Cluster:
-    """Return the cluster of a file, or one laptop core per rank, with ``memory_gib`` per device if given.
+def cluster_for(given: str | None, num_ranks: int, memory_gib: float | None) -> Cluster:
+    """Return the cluster of a file or a name, or one laptop core per rank, with ``memory_gib`` per device if given.
 
     Raises:
-        PlanError: the file has mistakes, or the cluster has too few ranks.
+        PlanError: there is no such cluster, the file has mistakes, or the cluster has too few ranks.
     """
-    cluster = Cluster() if path is None else load_cluster(path)
+    cluster = Cluster() if given is None else resolve_cluster(given)
     cluster.require_ranks(num_ranks)
     if memory_gib is None:
         return cluster

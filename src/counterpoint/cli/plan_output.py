@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +24,9 @@ from counterpoint.planner.choice_report import (
     trial_rows,
 )
 from counterpoint.planner.choose import PlanChoice
+from counterpoint.planner.memory_suggestions import PlanningProblem
 from counterpoint.planner.ranking import PlanRanking, Prediction, format_plan
+from counterpoint.viz.number_format import format_bytes
 from counterpoint.viz.plan_comparison import write_comparison_page
 
 PLAN_TABLE = tuple(
@@ -41,29 +44,57 @@ class PlanRequest:
     Args:
         model: what is trained.
         num_ranks: number of ranks.
-        batch_size: samples of one global batch.
         num_plans: number of ranked plans.
         precision: what the model computes in; None for the dtypes of its parameters.
+        problem: what plans were predicted for.
     """
 
     model: str
     num_ranks: int
-    batch_size: int
     num_plans: int
-    precision: Precision | None = None
+    precision: Precision | None
+    problem: PlanningProblem
+
+    @property
+    def roofline(self) -> str:
+        """The name of the device whose roofline the times come from; "" if they come from a measurement."""
+        roofline, profile = self.problem.cluster.device.roofline, self.problem.profile
+        is_measured = profile is not None and profile.profiled_on.is_measured
+        return "" if roofline is None or is_measured else roofline.name or "the device"
+
+    def describe_source(self, result: PlanChoice | PlanError) -> str:
+        """Return whether the times are predicted or measured, and what predictions come from."""
+        predicted = f"predicted from the roofline of {self.roofline}" if self.roofline else "predicted"
+        if isinstance(result, PlanChoice) and result.trials:
+            return f"{predicted}, and {format_plan_count(len(result.trials))} measured"
+        return f"{predicted}, not measured"
+
+    def describe_reserve(self) -> list[str]:
+        """Return how much memory of a device no plan may take, if any."""
+        device = self.problem.cluster.device
+        if not device.reserve_bytes:
+            return []
+        reserved, whole = format_bytes(device.reserve_bytes), format_bytes(device.memory_bytes)
+        return [f"{reserved} of the {whole} of a device are kept for its context, libraries and fragmentation"]
 
     def describe_step(self) -> str:
         """Return the samples of a step, and what it computes in if it has a precision."""
         computed = "" if self.precision is None else f", computed in {self.precision}"
-        return f"{self.batch_size} samples in a step{computed}"
+        return f"{self.problem.batch_size} samples in a step{computed}"
 
 
-def print_result(request: PlanRequest, ranking: PlanRanking, result: PlanChoice | PlanError, top: int | None) -> None:
+def print_result(
+    request: PlanRequest, ranking: PlanRanking, result: PlanChoice | PlanError, top: int | None, *, as_json: bool
+) -> None:
     """Print the ranked plans, the measurements, the choice, and the plans that cannot be run."""
+    if as_json:
+        echo(json.dumps(result_to_dict(request, ranking, result, top), indent=2))
+        return
     plans = format_plan_count(request.num_plans)
-    echo(f"{plans} for -n {request.num_ranks} that can take {request.describe_step()}; {describe_source(result)}\n")
+    echo(f"{plans} for -n {request.num_ranks} that can take {request.describe_step()}; ", nl=False)
+    echo(f"{request.describe_source(result)}\n")
     print_plans(ranking, top)
-    notes = format_remarks(ranking, top)
+    notes = [*request.describe_reserve(), *format_remarks(ranking, top)]
     if isinstance(result, PlanChoice) and result.trials:
         echo("")
         print_table(TRIAL_TABLE, trial_rows(result))
@@ -76,13 +107,6 @@ def print_plans(ranking: PlanRanking, top: int | None) -> None:
     predictions, shown_predictions = ranking.predictions, ranking.predictions[:top]
     if shown_predictions:
         print_table(PLAN_TABLE, [table_row(plan, predictions[0]) for plan in shown_predictions])
-
-
-def describe_source(result: PlanChoice | PlanError) -> str:
-    """Return whether the times are predicted or measured."""
-    if isinstance(result, PlanChoice) and result.trials:
-        return f"predicted, and {format_plan_count(len(result.trials))} measured"
-    return "predicted, not measured"
 
 
 def format_remarks(ranking: PlanRanking, top: int | None) -> list[str]:
@@ -128,9 +152,11 @@ def ranking_to_dict(ranking: PlanRanking, top: int | None) -> dict[str, Any]:
     return {"plans": plans, "refused": refused, "unseen": [plan_to_dict(plan) for plan in ranking.not_evaluated]}
 
 
-def result_to_dict(ranking: PlanRanking, result: PlanChoice | PlanError, top: int | None) -> dict[str, Any]:
+def result_to_dict(
+    request: PlanRequest, ranking: PlanRanking, result: PlanChoice | PlanError, top: int | None
+) -> dict[str, Any]:
     """Return all predictions and the choice as JSON values."""
-    report = ranking_to_dict(ranking, top)
+    report = ranking_to_dict(ranking, top) | ({"roofline": request.roofline} if request.roofline else {})
     if isinstance(result, PlanError):
         return {**report, "taken": None, "obstacle": str(result)}
     trials = [{**plan_to_dict(trial.plan), "step_s": trial.step_s} for trial in result.trials]
@@ -145,5 +171,5 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 def write_report(request: PlanRequest, choice: PlanChoice) -> str:
     """Return the HTML page about a choice."""
     workload = f"{request.model} on {request.num_ranks} ranks, {request.describe_step()}"
-    subject = f"{workload}; {describe_source(choice)}"
+    subject = f"{workload}; {request.describe_source(choice)}"
     return write_comparison_page("counterpoint plan", subject, stat_cards(choice), build_comparison(choice))

@@ -76,7 +76,7 @@ def profile(
     if gradients:
         given = {"--threads": threads, "--roofline": roofline, "--graph": graph, "--out": out, "--remeasure": remeasure}
         require_gradient_options([option for option, value in given.items() if value], samples or [])
-    workload = load_workload(job, arguments or (), which)
+    workload = load_workload(job, arguments or (), which, computes_nothing=roofline and not gradients)
     if gradients:
         print_gradients(workload, samples or [workload.batch_size], as_json=as_json)
         return

@@ -59,24 +59,36 @@ class Workload:
         return self.make_batch(num_samples, 1).inputs(0)
 
 
-def load_workload(name: str, arguments: Sequence[str] = (), which: int = 1) -> Workload:
+def load_workload(
+    name: str, arguments: Sequence[str] = (), which: int = 1, *, computes_nothing: bool = False
+) -> Workload:
     """Return a built-in job, or what a script trains, which is run until its first batch.
 
     Args:
         name: of a job, or the path of a script.
         arguments: of the script.
         which: which of its calls of ``Trainer`` and ``parallelize``.
+        computes_nothing: whether the model is only looked at, so that it may be on torch's device ``meta``, and the
+            script may ask for a device that is not there.
 
     Raises:
         PlanError: there is no such job, or the script trains nothing.
         LaunchError: the script cannot be run, or ends with an error.
     """
-    return load_script(Path(name), arguments, which) if is_script(name) else load_job(name)
+    if not is_script(name):
+        return load_job(name)
+    if not computes_nothing:
+        return load_script(Path(name), arguments, which)
+    from counterpoint.device.select import computing_nothing
+
+    with computing_nothing():
+        return load_script(Path(name), arguments, which)
 
 
 def load_script(script: Path, arguments: Sequence[str], which: int) -> Workload:
     """Return what a script trains."""
     from counterpoint.data.sampler import split_batch
+    from counterpoint.device.select import accelerator_for, computes_nothing, model_device
     from counterpoint.runtime.microbatches import SlicedBatch
     from counterpoint.runtime.sample_layout import SampleLayout
     from counterpoint.training.recording import record_script
@@ -84,7 +96,8 @@ def load_script(script: Path, arguments: Sequence[str], which: int) -> Workload:
     run = record_script(script, arguments, num_steps=1, which=which)
     step = run.first_step
     layout = SampleLayout(run.model, run.options.batch_dims or {}, run.options.shared)
-    marked = layout.mark(step.inputs, step.targets)
+    to_device = accelerator_for(model_device(run.model)).to_device if computes_nothing() else _keep
+    marked = layout.mark(to_device(step.inputs), to_device(step.targets))
 
     def make_batch(num_samples: int, num_microbatches: int) -> MicrobatchSource:
         count = min(num_samples, step.num_samples)
@@ -100,6 +113,10 @@ def load_script(script: Path, arguments: Sequence[str], which: int) -> Workload:
         make_batch,
         run.requested_plan,
     )
+
+
+def _keep(values: Any) -> Any:  # noqa: ANN401 - any nest of tensors
+    return values
 
 
 def load_job(name: str) -> Workload:

@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Stream, Values
 
@@ -74,14 +75,17 @@ class HostStream:
 class HostAccelerator(Accelerator):
     """The host.
 
+    Args:
+        device: ``cpu``; or ``meta``, whose tensors have no values, where nothing is computed.
+
     Example:
         >>> host = HostAccelerator()
         >>> host.to_device([torch.ones(2), "text"])
         [tensor([1., 1.]), 'text']
     """
 
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = torch.device("cpu") if device is None else device
         self.is_host = True
         self.name = "cpu"
 
@@ -146,5 +150,9 @@ class HostAccelerator(Accelerator):
         return nullcontext()
 
     def to_device(self, values: Values) -> Values:
-        """Return the values as they are."""
-        return values
+        """Return the values as they are; on ``meta``, their shapes."""
+        return values if self.device.type == "cpu" else tree_map_only(Tensor, _drop_values, values)
+
+
+def _drop_values(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +18,8 @@ from counterpoint.device.host import HostAccelerator
 from counterpoint.errors import PlanError
 
 CPU = torch.device("cpu")
+_COMPUTES_NOTHING: ContextVar[bool] = ContextVar("_COMPUTES_NOTHING", default=False)
+"""Whether a command only looks at a model, so that it may have no values and its device may be absent."""
 DEVICE_TEXT = re.compile(r"auto|[a-z_]+(:[0-9]+)?")
 DeviceArgument: TypeAlias = str | torch.device | Accelerator
 """``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for a GPU if there is one."""
@@ -93,14 +97,29 @@ def require_gpus() -> int:
     return num_gpus
 
 
+@contextmanager
+def computing_nothing() -> Iterator[None]:
+    """Take models on torch's meta device, and devices that are not there, as long as nothing is computed."""
+    token = _COMPUTES_NOTHING.set(True)
+    try:
+        yield
+    finally:
+        _COMPUTES_NOTHING.reset(token)
+
+
+def computes_nothing() -> bool:
+    """Return whether this is inside :func:`computing_nothing`."""
+    return _COMPUTES_NOTHING.get()
+
+
 def accelerator_for(device: torch.device) -> Accelerator:
     """Return the accelerator of a device.
 
     Raises:
         PlanError: the device does not exist, or is of a kind that training does not know.
     """
-    if device.type == "cpu":
-        return HostAccelerator()
+    if device.type == "cpu" or (device.type == "meta" and computes_nothing()):
+        return HostAccelerator(device)
     if device.type == "cuda":
         num_gpus = require_gpus()
         if (device.index or 0) >= num_gpus:
@@ -142,7 +161,7 @@ def require_param_values(model: nn.Module) -> None:
         PlanError: the model is on torch's meta device.
     """
     params = [*model.parameters()]
-    if params and all(param.is_meta for param in params):
+    if params and all(param.is_meta for param in params) and not computes_nothing():
         raise PlanError(
             f"the parameters of {type(model).__name__} are on the meta device, where tensors have shapes, but no "
             "values to train from; build the model on the CPU, or call model.to_empty(device='cpu') and then "

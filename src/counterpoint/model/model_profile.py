@@ -199,12 +199,14 @@ class ProfiledOn:
         threads: threads per rank.
         optimizer: name of the optimizer.
         is_measured: whether the model was run; otherwise its operations were counted.
+        precision: what the model computed in, as a plan writes it; "" for the dtypes of its parameters.
     """
 
     device: str
     threads: int = 1
     optimizer: str = ""
     is_measured: bool = True
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +485,7 @@ def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
             _parse_size(machine["threads"]),
             str(machine["optimizer"]),
             bool(machine["is_measured"]),
+            str(machine.get("precision", "")),  # files of earlier versions have none
         ),
         batch_sizes=points,
         update_s_per_byte=_parse_number(loaded["update_s_per_byte"]),

@@ -93,8 +93,10 @@ class Param:
                 return 0 if self.gathers_cast else self.cast_bytes
             case "copied_grad":
                 return self.item_bytes if self.cast_bytes else 0
+            case "master_weight":
+                return self.master_bytes or self.item_bytes
             case "state":
-                wide = self.master_bytes or self.item_bytes
+                wide = self.element_bytes("master_weight")
                 return self.master_bytes + (ADAM_STATES * wide if self.state_bytes is None else self.state_bytes)
 
 
@@ -193,6 +195,7 @@ class ModelSpec:
         values: what layers produce for later ones; empty for a chain, in which each produces one value for the next.
         chunk_starts: the layers with which the chunks of a pipeline begin, if it has chosen them.
         variant_without_tp: the same model for plans without tensor parallelism, if it is split differently for them.
+        compute_dtype: dtype of its matrix products, of :data:`counterpoint.world.cluster.DTYPES`.
 
     Example:
         >>> from counterpoint.model.spec import linear_chain
@@ -205,6 +208,7 @@ class ModelSpec:
     values: tuple[ValueSpec, ...] = ()
     chunk_starts: tuple[int, ...] = ()
     variant_without_tp: ModelSpec | None = None
+    compute_dtype: str = "fp32"
 
     @property
     def without_tp(self) -> ModelSpec:
@@ -390,4 +394,4 @@ def linear_chain(
         split = TensorParallelSpec("hidden", ((name, 0),), width, *sizes) if may_split else None
         layer = LayerSpec(f"block{index}", (name,), cost=1.0, output_bytes=output_bytes[index], tp=split)
         blocks.append(Block((layer,), index))
-    return ModelSpec(tuple(blocks), params)
+    return ModelSpec(tuple(blocks), params, compute_dtype="fp32" if precision is None else precision.compute)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,14 +14,26 @@ from counterpoint.partitioning.fx_ops import call_draws
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _RNN = "mkldnn_rnn_layer"
+_PRODUCTS = {_ATTENTION, f"{_ATTENTION}_backward", _RNN}
+"""Matrix products that torch counts no FLOPs of."""
 _VIEWS = {"_unsafe_view", "alias"}
 
 
 class OpCost(NamedTuple):
-    """One operator call: its FLOPs, and the bytes of all that it read and wrote."""
+    """One operator call.
+
+    Args:
+        flops: its floating point operations.
+        moved_bytes: the bytes of all that it read and wrote.
+        dtype: that it computes in, as a :class:`counterpoint.world.cluster.Roofline` names it; ``tf32`` for products of
+            float32 if torch is set to that.
+        is_product: whether it is a matrix product, a convolution or attention.
+    """
 
     flops: int
     moved_bytes: int
+    dtype: str = "fp32"
+    is_product: bool = False
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -62,8 +75,29 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = _count_flops(func, args, kwargs, out)
         self.flops += flops
         if not func.is_view and func.overloadpacket.__name__ not in _VIEWS and _count_bytes(out):
-            self.op_costs.append(OpCost(flops, _count_bytes((args, kwargs, out))))
+            is_product = func.overloadpacket in flop_registry or func.overloadpacket.__name__ in _PRODUCTS
+            dtype = _compute_dtype((args, kwargs, out), is_product=is_product)
+            self.op_costs.append(OpCost(flops, _count_bytes((args, kwargs, out)), dtype, is_product))
         return out
+
+
+def _compute_dtype(values: Any, *, is_product: bool) -> str:  # noqa: ANN401
+    """Return the name of the dtype that an operator computes in: that of its first floating-point tensor."""
+    floats = (leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    name = dtype_name(next(floats, torch.float32))
+    return "tf32" if is_product and name == "fp32" and torch.get_float32_matmul_precision() != "highest" else name
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a floating-point dtype in :data:`counterpoint.world.cluster.DTYPES`.
+
+    Example:
+        >>> dtype_name(torch.bfloat16), dtype_name(torch.float8_e4m3fn)
+        ('bf16', 'fp8')
+    """
+    return {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
+        dtype, "fp8" if dtype.itemsize == 1 else "fp32"
+    )
 
 
 def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:  # noqa: ANN401

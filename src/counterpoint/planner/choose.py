@@ -196,7 +196,7 @@ def candidates_to_measure(choice: PlanChoice, num_plans: int) -> tuple[Plan, ...
         dict.fromkeys([*data_parallel, *[plan for plan in best if plan not in data_parallel][:num_plans]])
     )
     memory = {prediction.plan: prediction.memory_bytes for prediction in eligible}
-    capacity_bytes = choice.problem.cluster.device.memory_bytes
+    capacity_bytes = choice.problem.cluster.device.usable_bytes
     while len(candidates) > 1 and sum(memory[plan] for plan in candidates) > capacity_bytes:
         candidates.pop()
     positions = {plan: index for index, plan in enumerate(choice.by_simplicity)}

@@ -87,6 +87,8 @@ def explain_no_fit(predictions: Sequence[Prediction], plans: Sequence[Plan], pro
         problem: what a plan is for.
     """
     least = min(predictions, key=lambda prediction: prediction.memory_bytes)
+    device = problem.cluster.device
+    reserve = f" (and {device.reserve_bytes} more that are reserved)" if device.reserve_bytes else ""
     excess = least.memory_bytes - least.capacity_bytes
     suggestions = list(suggest_changes(predictions, plans, problem))
     if suggestions:
@@ -98,8 +100,8 @@ def explain_no_fit(predictions: Sequence[Prediction], plans: Sequence[Plan], pro
             "take devices with more memory, or a smaller model"
         )
     return (
-        f"no plan fits: {least.plan} needs least, {least.memory_bytes} of {least.capacity_bytes} bytes on the rank "
-        f"with most, {excess} bytes too many; {advice}"
+        f"no plan fits: {least.plan} needs least, {least.memory_bytes} of {least.capacity_bytes} bytes{reserve} on the "
+        f"rank with most, {excess} bytes too many; {advice}"
     )
 
 
@@ -188,7 +190,7 @@ def _more_ranks(lean: Plan, problem: PlanningProblem, *, has_tensor_parallelism:
         for param in problem.model.params
         for held_as in ("weight", "state")
     )
-    least = max(lean.num_ranks + 1, math.ceil(kept_bytes / problem.cluster.device.memory_bytes))
+    least = max(lean.num_ranks + 1, math.ceil(kept_bytes / problem.cluster.device.usable_bytes))
     for count in range(least, MAX_RANKS_FACTOR * least):
         candidates = [
             Plan((Zero(count, level=3),)),
@@ -210,7 +212,7 @@ def _fitting_peak_bytes(plan: Plan, problem: PlanningProblem) -> int | None:
         size = max(rank_bytes)
     except PlanError:
         return None
-    return size if size <= problem.cluster.device.memory_bytes else None
+    return size if size <= problem.cluster.device.usable_bytes else None
 
 
 def _powers(most: int) -> Iterator[int]:

@@ -192,11 +192,12 @@ def as_single_block(model: ModelSpec) -> ModelSpec:
 def storage_sizes(model: ModelSpec, samples: int, profile: ModelProfile | None = None) -> SizeFn:
     """Return the bytes of tensors where they are stored; for its backward, a block saves what was measured.
 
-    Without a profile, or where the model reads casts, which profiles are measured without, it saves the output of each
-    of its layers.
+    Without a profile, or where the model reads casts and the profile was taken without them, it saves the output of
+    each of its layers.
     """
     is_cast = model.has_masters or any(param.cast_bytes for param in model.params)
-    layer_times = profile.at_microbatch_size(samples) if profile is not None and not is_cast else None
+    has_saved_bytes = profile is not None and (not is_cast or bool(profile.profiled_on.precision))
+    layer_times = profile.at_microbatch_size(samples) if profile is not None and has_saved_bytes else None
 
     @cache
     def size_of(tensor: TensorRef, codec: str) -> int:

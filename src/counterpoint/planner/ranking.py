@@ -318,7 +318,7 @@ def _build_prediction(result: PlanSimResult, cluster: Cluster, *, is_synchronous
         update_s=breakdown.update_s,
         sent_bytes=result.sent_bytes,
         memory_bytes=max(result.rank_bytes),
-        capacity_bytes=cluster.device.memory_bytes,
+        capacity_bytes=cluster.device.usable_bytes,
         is_synchronous=is_synchronous,
         rank_bytes=result.rank_bytes,
         free_links_s=free[0].step_s if free else None,

@@ -21,7 +21,16 @@ ALPHA_PATTERN = r"0\.[0-9]{1,40}"
 
 
 HeldAs: TypeAlias = Literal[
-    "weight", "gathered_weight", "cast", "gathered_cast", "grad", "reduced_grad", "delayed_grad", "copied_grad", "state"
+    "weight",
+    "gathered_weight",
+    "cast",
+    "gathered_cast",
+    "master_weight",
+    "grad",
+    "reduced_grad",
+    "delayed_grad",
+    "copied_grad",
+    "state",
 ]
 """Names of what a rank holds or sends of the parameters of a unit."""
 
@@ -49,8 +58,9 @@ class TensorRef:
 
     No instruction names the rest, whose sizes are counted: of a unit, ``gathered_weight`` (what ranks gather of
     weights that they free after use), ``cast`` (the casts that the model reads instead of weights), ``gathered_cast``
-    (likewise, of what was gathered), ``reduced_grad`` (what ranks sum of a gradient, which may be a cast) and
-    ``copied_grad`` (the gradients of casts, before they are copied to the flat one).
+    (likewise, of what was gathered), ``master_weight`` (the weights that an optimizer updates), ``reduced_grad`` (what
+    ranks sum of a gradient, which may be a cast), ``copied_grad`` (the gradients of casts, before they are copied to
+    the flat one) and ``state`` (of the optimizer, with master weights).
 
     Args:
         name: one of the names above.

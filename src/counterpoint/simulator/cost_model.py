@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -148,27 +149,27 @@ class UnitCosts:
 class AnalyticCosts:
     """Costs from operation counts, bytes and the speeds of a cluster.
 
-    A backward costs two forwards, one for the gradient of its inputs and one for that of its parameters.
+    A backward costs two forwards, one for the gradient of its inputs and one for that of its parameters. On a device
+    with a roofline a forward is at least one kernel for each layer, which reads its parameters and its input and writes
+    its output.
 
     Args:
-        model: the model with the blocks that the program names.
+        forward_s: seconds of a forward of each block.
         cluster: where it runs.
-        samples_per_microbatch: samples in one microbatch.
         size_of: bytes of a whole tensor on one rank.
     """
 
-    model: ModelSpec
+    forward_s: tuple[float, ...]
     cluster: Cluster
-    samples_per_microbatch: int
     size_of: SizeFn
 
     def compute_s(self, instruction: Compute | Update, fraction: Fraction) -> float:
-        """Return the work divided by the device's speed."""
+        """Return the work divided by the device's speed, or its time at the device's roofline."""
         match instruction:
             case Forward(block) | Recompute(block):
-                return self._block_s(block)
+                return self.forward_s[block]
             case Backward(block):
-                return (1 if instruction.part else 2) * self._block_s(block)
+                return (1 if instruction.part else 2) * self.forward_s[block]
             case Update(unit):
                 return self._update_s(unit) * float(fraction)
 
@@ -220,16 +221,17 @@ class AnalyticCosts:
         """Link times on the cluster."""
         return NetworkModel(self.cluster, self.size_of)
 
-    def _block_s(self, block: int) -> float:
-        return self.model.blocks[block].cost * self.samples_per_microbatch / self.cluster.device.cost_per_s
-
     def _update_s(self, unit: Unit) -> float:
-        return update_s(self.size_of(weight(unit)), self.cluster.device)
+        return update_s(self.size_of(TensorRef("master_weight", unit)), self.cluster.device)
 
 
 def update_s(weight_bytes: float, device: Device) -> float:
-    """Return how long a device takes to update ``weight_bytes`` of parameters, at its memory bandwidth."""
-    return ADAM_PASSES * weight_bytes / device.memory_bytes_per_s
+    """Return how long a device takes to update ``weight_bytes`` of (master) weights, at its memory bandwidth.
+
+    With master weights of 4 bytes an update reads gradients of 2 bytes and writes weights of 2 bytes, too, which is
+    as much as reading gradients of 4.
+    """
+    return ADAM_PASSES * weight_bytes / device.reached_bytes_per_s
 
 
 def unit_costs(*, backward_ticks: float = 1.0) -> CostModel:
@@ -249,4 +251,24 @@ def analytic_costs(
             sizes[key] = size_of(tensor, code) if code else size_of(tensor)
         return sizes[key]
 
-    return AnalyticCosts(model, cluster, samples_per_microbatch, cached_size)
+    return AnalyticCosts(tuple(_forward_times(model, cluster.device, samples_per_microbatch)), cluster, cached_size)
+
+
+def _forward_times(model: ModelSpec, device: Device, samples: int) -> Iterator[float]:
+    """Yield the seconds of a forward of each block, for microbatches of a number of samples."""
+    if device.roofline is None:
+        yield from (block.cost * samples / device.cost_per_s for block in model.blocks)
+        return
+    sizes = {
+        param.name: param.num_elements * (param.element_bytes("cast") or param.element_bytes("weight"))
+        for param in model.params
+    }
+    for block in model.blocks:
+        yield sum(
+            device.kernel_s(
+                layer.cost * samples / block.tp_degree,
+                (sum(sizes.get(name, 0) for name in layer.params) + 2 * samples * layer.output_bytes) / block.tp_degree,
+                model.compute_dtype,
+            )
+            for layer in block.layers
+        )

@@ -25,8 +25,8 @@ from counterpoint.program.instruction import (
     Recv,
     Send,
     SwapGradBuffers,
+    TensorRef,
     Update,
-    weight,
 )
 from counterpoint.simulator.cost_model import CostModel
 from counterpoint.simulator.memory_traffic import ADD_PASSES
@@ -40,7 +40,7 @@ class MeasuredCosts:
     Args:
         blocks: times of each block of the program for one microbatch.
         overheads: fixed cost of calls and steps.
-        update_s_per_byte: seconds of an update per byte of parameters.
+        update_s_per_byte: seconds of an update per byte of parameters, or of their master weights.
         grad_accumulate_s_per_byte: seconds of adding one gradient to another, per byte.
         batch_norm_merge_s: for each block, the time to merge the batch-norm statistics of all microbatches.
         size_of: bytes of a whole tensor on one rank.
@@ -129,7 +129,7 @@ class MeasuredCosts:
         return self._update_s(unit) + self.overheads.update_s, self.link_costs.server_update_s(unit, server, worker)[1]
 
     def _update_s(self, unit: Unit) -> float:
-        return self.update_s_per_byte * self.size_of(weight(unit))
+        return self.update_s_per_byte * self.size_of(TensorRef("master_weight", unit))
 
 
 def measured_costs(

@@ -218,7 +218,7 @@ class NetworkModel:
                     )
                 )
                 return (
-                    self.cluster.link_among(group).latency_s / 2 + moved_bytes / self.cluster.device.memory_bytes_per_s
+                    self.cluster.link_among(group).latency_s / 2 + moved_bytes / self.cluster.device.reached_bytes_per_s
                 )
             case Commit(group):
                 return self.cluster.link_among(group).latency_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from counterpoint.model.model_profile import ModelProfile, format_profile
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.model.spec import ADAM_STATES, ModelSpec
 from counterpoint.partitioning.dry_run import Inputs
+from counterpoint.partitioning.flop_counter import dtype_name
 from counterpoint.partitioning.module_casts import find_cast_reads, find_casts
 from counterpoint.partitioning.partition import PartitionGranularity, partition_model
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
@@ -72,6 +74,7 @@ def describe_trained(
         precision: None for the dtypes of the model.
     """
     spec = assign_unused_params(drop_frozen_params(partition.spec, optimizer_spec))
+    spec = replace(spec, compute_dtype=find_compute_dtype(model, precision))
     if precision is None:
         return spec
     gathered = partition.read_dtypes(training=True)
@@ -90,6 +93,17 @@ def describe_trained(
     held = find_held_casts(partition, model) if precision.holds_casts else {}
     params = [param.held_as_casts(held[param.name].itemsize) if param.name in held else param for param in params]
     return replace(spec, params=tuple(params))
+
+
+def find_compute_dtype(model: nn.Module, precision: Precision | None) -> str:
+    """Return the name of the dtype of most matrix products: of the precision, or of most elements of parameters."""
+    if precision is not None and precision.compute != "fp32":
+        return precision.compute
+    counts = Counter[torch.dtype]()
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel() * parameter.is_floating_point()
+    name = dtype_name(max(counts, key=counts.__getitem__, default=torch.float32))
+    return "tf32" if name == "fp32" and torch.get_float32_matmul_precision() != "highest" else name
 
 
 def find_held_casts(partition: PartitionedModel, model: nn.Module) -> Mapping[str, torch.dtype]:

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 from counterpoint.errors import PlanError
 from counterpoint.launchers.machine import processor_name
 from counterpoint.model.model_profile import ModelProfile, layer_keys, param_sizes
+from counterpoint.model.precision import PrecisionArgument, parse_precision
 from counterpoint.optim.validation import renamed_parameters, require_counts
 from counterpoint.partitioning.dry_run import Inputs
+from counterpoint.partitioning.module_casts import cast_modules
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.profiler.cache import load_or_measure
 from counterpoint.profiler.measure import measure_model
@@ -31,6 +33,7 @@ from counterpoint.training.model_partition import assign_unused_params, drop_fro
 from counterpoint.training.options import require_sample_layout
 from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES
 from counterpoint.world.cluster import Device
+from counterpoint.world.cluster_file import resolve_cluster
 
 RENAMED_PROFILE_OPTIONS = {
     "anew": "remeasure",
@@ -54,7 +57,8 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     batch_dims: Mapping[str, int] | None = None,
     shared: Sequence[str] = (),
     num_threads: int | None = None,
-    roofline_device: Device | None = None,
+    roofline_device: Device | str | None = None,
+    precision: PrecisionArgument = None,
     cache_dir: str | Path | None = None,
     remeasure: bool = False,
 ) -> ModelProfile:
@@ -70,12 +74,16 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
         batch_dims: the dim of the samples by name, as for ``parallelize``.
         shared: the names of what belongs to all samples.
         num_threads: to compute with; those of this process by default.
-        roofline_device: a device; FLOPs are then counted and divided by its speed, and only one forward is run.
+        roofline_device: a device, or the name of a cluster, as ``8xh100``, for one of its devices: operations are then
+            counted and cost what they would at its roofline, and nothing is computed, so that the model may be on
+            ``meta``.
+        precision: with ``roofline_device``, what the model computes in, as for ``parallelize``.
         cache_dir: where profiles are cached, see ``profiler/cache.py``; None to measure without a cache.
         remeasure: whether to measure even if the cache has it.
 
     Raises:
-        PlanError: the model does not take the inputs, or a number is not positive.
+        PlanError: the model does not take the inputs, a number is not positive, there is no such cluster, or a
+            precision is to be measured.
 
     Example:
         >>> import torch, counterpoint as cp
@@ -93,12 +101,22 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     require_sample_layout(batch_dims, shared)
     inputs, targets = SampleLayout(model, batch_dims or {}, shared).mark(inputs, targets)
     optimizer_spec = wrap_optimizer(optimizer, model, loss)
-    target = build_profile_target(
-        model, as_call_args(inputs), targets, loss=loss or mean_output_loss, optimizer_spec=optimizer_spec
-    )
+    computed_in = parse_precision(precision)
+    if computed_in is not None and roofline_device is None:
+        raise PlanError(
+            f"precision={computed_in} was given, but profiles are measured in the model's own dtypes; omit it, or give "
+            "roofline_device"
+        )
+    with cast_modules(model, computed_in):
+        target = build_profile_target(
+            model, as_call_args(inputs), targets, loss=loss or mean_output_loss, optimizer_spec=optimizer_spec
+        )
     sizes = sorted(set(microbatch_sizes)) or default_microbatch_sizes(first_length(inputs), min_microbatch_size(model))
     if roofline_device is not None:
-        return estimate_model(target, "counted", roofline_device, samples=sizes)
+        own_device = resolve_cluster(roofline_device).device if isinstance(roofline_device, str) else roofline_device
+        name = own_device.roofline.name if own_device.roofline is not None else ""
+        with cast_modules(model, computed_in):
+            return estimate_model(target, name or "counted", own_device, samples=sizes, precision=computed_in)
     device, threads = device_name(target.device), num_threads or torch.get_num_threads()
     measure_profile = partial(
         measure_model, target, device, samples=sizes, threads=threads, repeat_policy=RepeatPolicy()

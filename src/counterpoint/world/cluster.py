@@ -32,22 +32,91 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Roofline:
+    """Peaks of an accelerator by its data sheet and how far kernels stay below them, for times that nobody measured.
+
+    Args:
+        name: of the accelerator.
+        peaks: peak FLOP/s of dense matrix products by dtype: ``fp32``, and others of :data:`DTYPES`.
+        flops_fraction: fraction of the peak that large matrix products reach.
+        memory_fraction: fraction of the memory bandwidth that kernels reach which do nothing but read and write.
+        launch_s: seconds from the end of one kernel to the start of the next.
+
+    Source:
+        Williams, Waterman and Patterson, Roofline: an insightful visual performance model, CACM 2009.
+    """
+
+    name: str
+    peaks: tuple[tuple[str, float], ...]
+    flops_fraction: float = 1.0
+    memory_fraction: float = 1.0
+    launch_s: float = 0.0
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Return the peak for a dtype; that of ``fp32`` for one without a peak of its own."""
+        peaks = dict(self.peaks)
+        return peaks.get(dtype, peaks["fp32"])
+
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+"""The dtypes of matrix products that a roofline may have peaks of."""
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """The processor and memory of a rank. The defaults are those of one laptop core.
 
     Args:
-        cost_per_s: block cost per second; floating point operations per second if costs count those.
+        cost_per_s: block cost per second; floating point operations per second if costs count those. With a roofline
+            that of the dtype holds instead.
         memory_bytes: memory capacity.
-        memory_bytes_per_s: memory bandwidth of an update.
+        memory_bytes_per_s: memory bandwidth of an update; with a roofline its peak.
         host_bytes_per_s: bandwidth between a device and the memory of its host, to which state is offloaded.
         disk_bytes_per_s: bandwidth of the disk that the rank's state is offloaded to; its share if ranks share one.
+        reserve_bytes: memory of which training has no use: the context of the accelerator, workspaces of libraries,
+            fragmentation.
+        roofline: peaks by dtype; None if ``cost_per_s`` and ``memory_bytes_per_s`` were measured.
     """
 
     cost_per_s: float = 30e9
     memory_bytes: int = 8 * 2**30
     memory_bytes_per_s: float = 10e9
+    reserve_bytes: int = 0
+    roofline: Roofline | None = None
     disk_bytes_per_s: float = 1e9
     host_bytes_per_s: float = 16e9
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that training may take."""
+        return max(self.memory_bytes - self.reserve_bytes, 0)
+
+    @property
+    def reached_bytes_per_s(self) -> float:
+        """Memory bandwidth that kernels reach."""
+        return self.memory_bytes_per_s * (1.0 if self.roofline is None else self.roofline.memory_fraction)
+
+    def flops_per_s(self, dtype: str = "fp32") -> float:
+        """Return the FLOP/s, or the cost per second, that large matrix products of a dtype reach."""
+        roofline = self.roofline
+        return self.cost_per_s if roofline is None else roofline.flops_fraction * roofline.peak_flops_per_s(dtype)
+
+    def kernel_s(self, flops: float, moved_bytes: float, dtype: str = "fp32") -> float:
+        """Return the duration of one kernel: of its arithmetic or of its memory traffic, and of its launch.
+
+        Args:
+            flops: floating point operations.
+            moved_bytes: bytes of memory that it reads and writes.
+            dtype: of its arithmetic, of :data:`DTYPES`.
+
+        Example:
+            >>> roofline = Roofline("example", (("fp32", 10.0), ("bf16", 100.0)), flops_fraction=0.5, launch_s=1.0)
+            >>> device = Device(memory_bytes_per_s=20.0, roofline=roofline)
+            >>> [device.kernel_s(200.0, 40.0, dtype) for dtype in ("fp32", "bf16")]
+            [41.0, 5.0]
+        """
+        launch_s = 0.0 if self.roofline is None else self.roofline.launch_s
+        return max(flops / self.flops_per_s(dtype), moved_bytes / self.reached_bytes_per_s) + launch_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +254,10 @@ class Cluster:
         """
         if self.levels and num_ranks > self.num_ranks:
             counts = ", ".join(f"{level.name}={level.count}" for level in self.levels)
+            hosts = ", or more hosts in its name, as in 2x8xh100" if self.device.roofline is not None else ""
             raise PlanError(
                 f"{num_ranks} ranks do not fit into a cluster of {self.num_ranks} ({counts}); take as many ranks or "
-                "fewer, or give a level a larger count"
+                f"fewer, or give a level a larger count{hosts}"
             )
 
 

@@ -15,7 +15,8 @@ import yaml
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
 from counterpoint.optim.validation import renamed_hint, shorten
-from counterpoint.world.cluster import Cluster, Device, Level, Link, TimeSlicing
+from counterpoint.world.cluster import DTYPES, Cluster, Device, Level, Link, Roofline, TimeSlicing
+from counterpoint.world.known_clusters import find_known_cluster, suggest_names
 from counterpoint.world.quantities import (
     BANDWIDTH,
     FLOPS,
@@ -30,6 +31,8 @@ from counterpoint.yaml_reader import compose_yaml
 
 DEVICE_KEYS = {"flops": FLOPS, "memory": MEMORY, "memory_bandwidth": BANDWIDTH}
 OPTIONAL_DEVICE_KEYS = {"disk_bandwidth": BANDWIDTH, "host_bandwidth": BANDWIDTH}
+ROOFLINE_KEYS = ("name", "flops_fraction", "memory_fraction", "launch")
+"""Keys of a device whose FLOP/s are given by dtype."""
 LINK_KEYS = {"latency": LATENCY, "bandwidth": BANDWIDTH}
 
 _KEYS = ("device", "link", "levels", "speeds", "compute_contention", "slow_links", "memory_contention", "time_slicing")
@@ -56,6 +59,7 @@ _EXAMPLES = {
     **{key: f"{key}: {kind.example}" for key, kind in (DEVICE_KEYS | LINK_KEYS).items()},
     "memory_bandwidth": "memory_bandwidth: 10 GB/s",
     "cores": "cores: 2",
+    "fp32": "flops: {fp32: 67 TFLOP/s, bf16: 989 TFLOP/s}",
 }
 
 
@@ -79,15 +83,29 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def resolve_cluster(given: str | Path | Cluster) -> Cluster:
-    """Return the cluster, loaded from its file if a path is given.
+    """Return the cluster: of its name, as ``8xh100``, or loaded from its file.
 
     Raises:
         PlanError: it is neither, or the file cannot be read or has mistakes.
+
+    Example:
+        >>> resolve_cluster("4x8xh100").num_ranks
+        32
     """
     if isinstance(given, Cluster):
         return given
     if not isinstance(given, str | Path):
-        raise PlanError(f"cluster={given!r} is a {type(given).__name__}; give a Cluster, or the path of its file")
+        raise PlanError(
+            f"cluster={given!r} is a {type(given).__name__}; give a Cluster, its name, or the path of its file"
+        )
+    known = find_known_cluster(given) if isinstance(given, str) else None
+    if known is not None:
+        return known
+    if isinstance(given, str) and "/" not in given and "." not in given and not Path(given).exists():
+        raise PlanError(
+            f"there is no cluster {shorten(given)}, and no file of this name; {suggest_names(given)}; `counterpoint "
+            "probe --out FILE` describes the one that it runs on"
+        )
     return load_cluster(given)
 
 
@@ -156,11 +174,10 @@ class _ClusterReader:
         )
 
     def device(self, node: yaml.Node) -> Device:
-        nodes = self.mapping(node, "device", DEVICE_KEYS | OPTIONAL_DEVICE_KEYS, required=DEVICE_KEYS)
-        flops, memory, bandwidth = (
-            self.quantity(nodes.get(key), f"device.{key}", DEVICE_KEYS[key]) for key in DEVICE_KEYS
-        )
-        device = Device(flops, int(memory), bandwidth)
+        """Return the device of a node."""
+        allowed = (*DEVICE_KEYS, *OPTIONAL_DEVICE_KEYS, "reserve", *ROOFLINE_KEYS)
+        nodes = self.mapping(node, "device", allowed, required=DEVICE_KEYS)
+        device = self.computing_device(nodes)
         disk, host = (
             self.quantity(nodes[key], f"device.{key}", kind) if key in nodes else default
             for (key, kind), default in zip(
@@ -168,6 +185,57 @@ class _ClusterReader:
             )
         )
         return replace(device, disk_bytes_per_s=disk, host_bytes_per_s=host)
+
+    def computing_device(self, nodes: dict[str, yaml.Node]) -> Device:
+        """Return the device without the bandwidths of what state is offloaded to."""
+        memory, bandwidth = (
+            self.quantity(nodes.get(key), f"device.{key}", DEVICE_KEYS[key]) for key in ("memory", "memory_bandwidth")
+        )
+        reserve = self.quantity(nodes["reserve"], "device.reserve", MEMORY) if "reserve" in nodes else 0
+        if reserve >= memory and "memory" in nodes and "reserve" in nodes:
+            self.add_error(nodes["reserve"], "device.reserve is not less than device.memory; no training would fit")
+        flops = nodes.get("flops")
+        if isinstance(flops, yaml.MappingNode):
+            roofline = self.roofline(flops, nodes)
+            return Device(
+                dict(roofline.peaks).get("fp32", 1.0),
+                int(memory),
+                bandwidth,
+                reserve_bytes=int(reserve),
+                roofline=roofline,
+            )
+        for key in ROOFLINE_KEYS:
+            if key in nodes:
+                self.add_error(
+                    nodes[key],
+                    f"device.{key} is for peaks by dtype, but device.flops is {self.text(flops)}; write it as in "
+                    f"{_EXAMPLES['fp32']}, or leave {key} out",
+                )
+        return Device(self.quantity(flops, "device.flops", FLOPS), int(memory), bandwidth, reserve_bytes=int(reserve))
+
+    def roofline(self, flops: yaml.Node, nodes: dict[str, yaml.Node]) -> Roofline:
+        """Return the roofline of peaks by dtype, and of the other keys of the device."""
+        by_dtype = self.mapping(flops, "device.flops", DTYPES, required=("fp32",))
+        return Roofline(
+            self.name(nodes["name"], "device.name") if "name" in nodes else "",
+            tuple((dtype, self.quantity(peak, f"device.flops.{dtype}", FLOPS)) for dtype, peak in by_dtype.items()),
+            self.fraction(nodes.get("flops_fraction"), "device.flops_fraction"),
+            self.fraction(nodes.get("memory_fraction"), "device.memory_fraction"),
+            self.quantity(nodes["launch"], "device.launch", LATENCY) if "launch" in nodes else 0.0,
+        )
+
+    def fraction(self, node: yaml.Node | None, path: str) -> float:
+        """Return a fraction; 1 if it is left out."""
+        text = "1" if node is None else _describe_node(node)
+        fraction = float(text) if re.fullmatch(NUMBER, text) else 0.0
+        if not 0 < fraction <= 1:
+            self.add_error(node, f"{path} is {text}; it must be more than 0 and at most 1; write it as in 0.5")
+        return fraction
+
+    @staticmethod
+    def text(node: yaml.Node | None) -> str:
+        """Return a scalar as written in the file; for no node, nothing."""
+        return "nothing" if node is None else _describe_node(node)
 
     def link(self, node: yaml.Node) -> Link:
         return self.link_from(self.mapping(node, "link", _LINK_KEYS, required=LINK_KEYS), "link")
@@ -214,12 +282,7 @@ class _ClusterReader:
     def slow_link(self, node: yaml.Node, path: str, levels: tuple[Level, ...]) -> tuple[int, int, float]:
         nodes = self.mapping(node, path, _SLOW_KEYS, required=_SLOW_KEYS)
         level, group = (self.non_negative_int(nodes.get(key), f"{path}.{key}") for key in ("level", "group"))
-        part = float(text) if re.fullmatch(NUMBER, text := _describe_node(nodes.get("fraction", node))) else 0.0
-        if "fraction" in nodes and not 0 < part <= 1:
-            self.add_error(
-                nodes["fraction"],
-                f"{path}.fraction is {text}; it must be more than 0 and at most 1; write it as in 0.5",
-            )
+        part = self.fraction(nodes.get("fraction"), f"{path}.fraction")
         if level >= max(len(levels), 1):
             self.add_error(node, f"{path} is of level {level}, but the outermost level is {max(len(levels), 1) - 1}")
         num_groups = math.prod(other.count for other in levels[level:])
@@ -328,22 +391,8 @@ def format_cluster(cluster: Cluster) -> str:
 
     The unused link of a cluster with levels is omitted.
     """
-    device, link = cluster.device, cluster.link
-    fields: dict[str, Any] = {
-        "device": {
-            "flops": format_quantity(device.cost_per_s, FLOPS),
-            "memory": format_quantity(device.memory_bytes, MEMORY),
-            "memory_bandwidth": format_quantity(device.memory_bytes_per_s, BANDWIDTH),
-        }
-    }
-    default = Device()
-    optional = {
-        "disk_bandwidth": (device.disk_bytes_per_s, default.disk_bytes_per_s),
-        "host_bandwidth": (device.host_bytes_per_s, default.host_bytes_per_s),
-    }
-    for key, (value, usual) in optional.items():
-        if value != usual:
-            fields["device"][key] = format_quantity(value, BANDWIDTH)
+    link = cluster.link
+    fields: dict[str, Any] = {"device": _device_fields(cluster.device)}
     if cluster.levels:
         fields["levels"] = [
             {"name": level.name, "count": level.count, **_link_fields(level.link), "shared": level.is_shared}
@@ -368,6 +417,33 @@ def format_cluster(cluster: Cluster) -> str:
         f"- {{level: {level}, group: {group}, fraction: {part!r}}}\n" for level, group, part in cluster.slow_links
     )
     return text + (f"slow_links:\n{rows}" if rows else "")
+
+
+def _device_fields(device: Device) -> dict[str, Any]:
+    roofline = device.roofline
+    fields: dict[str, Any] = {} if roofline is None or not roofline.name else {"name": roofline.name}
+    fields["flops"] = (
+        format_quantity(device.cost_per_s, FLOPS)
+        if roofline is None
+        else {dtype: format_quantity(peak, FLOPS) for dtype, peak in roofline.peaks}
+    )
+    fields["memory"] = format_quantity(device.memory_bytes, MEMORY)
+    fields["memory_bandwidth"] = format_quantity(device.memory_bytes_per_s, BANDWIDTH)
+    if device.reserve_bytes:
+        fields["reserve"] = format_quantity(device.reserve_bytes, MEMORY)
+    default = Device()
+    optional = {
+        "disk_bandwidth": (device.disk_bytes_per_s, default.disk_bytes_per_s),
+        "host_bandwidth": (device.host_bytes_per_s, default.host_bytes_per_s),
+    }
+    for key, (value, usual) in optional.items():
+        if value != usual:
+            fields[key] = format_quantity(value, BANDWIDTH)
+    if roofline is not None:
+        fields["flops_fraction"] = roofline.flops_fraction
+        fields["memory_fraction"] = roofline.memory_fraction
+        fields["launch"] = format_quantity(roofline.launch_s, LATENCY)
+    return fields
 
 
 def _format_list(numbers: Collection[float]) -> str:

@@ -195,7 +195,7 @@ def simulate_layout(query: PipelineQuery, layout: StageLayout) -> SimulatedPipel
     (variant,) = compiled.step_variants
     (breakdown,) = simulate_breakdown(variant, [costs], query.cluster)
     memory_bytes = max(peak_memory_bytes(variant.full_program, storage_sizes(compiled.model, 1)))
-    missing_bytes = max(0, memory_bytes - query.cluster.device.memory_bytes)
+    missing_bytes = max(0, memory_bytes - query.cluster.device.usable_bytes)
     return SimulatedPipeline(layout, breakdown.step_s / plan.global_num_microbatches, memory_bytes, missing_bytes)
 
 

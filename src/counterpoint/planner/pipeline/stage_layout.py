@@ -211,7 +211,7 @@ class LayoutEstimator:
     def estimate(self, layout: StageLayout) -> LayoutEstimate:
         """Return the estimate of a layout."""
         if layout not in self.cache:
-            missing_bytes = max(0.0, self.peak_memory_bytes(layout) - self.query.cluster.device.memory_bytes)
+            missing_bytes = max(0.0, self.peak_memory_bytes(layout) - self.query.cluster.device.usable_bytes)
             stages, in_flight = (
                 self._stage_costs(layout),
                 [num_in_flight for _, num_in_flight in self._held_per_stage(layout)],

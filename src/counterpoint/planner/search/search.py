@@ -226,7 +226,7 @@ def search_plans(
         if deadline.is_past:
             break
         walk = MetropolisWalk(
-            space, visited.summary_of_configuration, cluster.device.memory_bytes, Random(rng.random())
+            space, visited.summary_of_configuration, cluster.device.usable_bytes, Random(rng.random())
         )
         walk.start(start)
         meter.start_walk(walks_left=len(walk_starts) - walk_index)
@@ -241,7 +241,7 @@ def _enumerated_plans(space: SearchSpace, cluster: Cluster) -> Iterator[Plan]:
     for plan in enumerate_plans(space.num_ranks, space.model, batch_size=space.batch_size):
         has_tensor_parallelism = any(isinstance(strategy, Tensor) for strategy in plan.strategies)
         is_in_space = not is_asynchronous(plan) and (space.dims or not has_tensor_parallelism)
-        if is_in_space and memory_lower_bound(plan, space.model) <= cluster.device.memory_bytes:
+        if is_in_space and memory_lower_bound(plan, space.model) <= cluster.device.usable_bytes:
             yield replace(plan, passes=space.passes)
 
 
@@ -249,7 +249,7 @@ class _Visited:
     """The plans that walks have visited, each simulated once."""
 
     def __init__(self, space: SearchSpace, cluster: Cluster, profile: ModelProfile | None) -> None:
-        self.space, self.capacity_bytes = space, cluster.device.memory_bytes
+        self.space, self.capacity_bytes = space, cluster.device.usable_bytes
         self.simulator = IncrementalSimulator(space.model, (cluster,), space.batch_size, profile)
         self.plans: dict[SearchConfiguration, Plan] = {}
         self.summaries: dict[Plan, StepSummary | None] = {}

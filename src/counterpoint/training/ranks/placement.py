@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn, optim
 
 from counterpoint.device.accelerator import Accelerator
-from counterpoint.device.select import DeviceArgument, LocalRank, move_model, select_accelerator
+from counterpoint.device.select import DeviceArgument, LocalRank, computes_nothing, move_model, select_accelerator
 from counterpoint.launchers.environment import RankEnvironment
 from counterpoint.training.ranks.device_memory import describe_model, explain_full_device
 
@@ -27,7 +27,8 @@ def place_model(
         environment: what a launcher set for this process.
 
     Returns:
-        None if neither the user nor the launcher asks for a device: the model stays where it is.
+        None if neither the user nor the launcher asks for a device, or nothing is computed: the model stays where it
+        is.
 
     Raises:
         PlanError: there is no such device.
@@ -36,7 +37,7 @@ def place_model(
     if environment is not None:
         local_rank = LocalRank(environment.local_rank, environment.local_world_size)
         device = environment.device if device is None else device
-    if device is None:
+    if device is None or computes_nothing():
         return None
     accelerator = select_accelerator(device, local_rank)
     modules = [module for module in (model, loss) if isinstance(module, nn.Module)]
