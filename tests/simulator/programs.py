@@ -56,6 +56,9 @@ class FakeCosts:
     def cpu_s(self, instruction, fraction, rank, *, shares_memory=False):
         return 0.0
 
+    def offload_s(self, instruction, fraction):
+        return 0.0
+
     def is_streamed(self, instruction, rank):
         return False
 

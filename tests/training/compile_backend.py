@@ -1,16 +1,19 @@
-"""A backend of torch.compile, ``compile="segments(backend=counting)"``, that counts graphs and their calls."""
+"""Backends of torch.compile, by name: ``counting`` counts graphs and their calls, ``writing`` writes of gradients."""
 
 from dataclasses import dataclass
 
 import torch._dynamo
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 
 @dataclass
 class GraphCounter:
-    """How many graphs there are, and how often they were called."""
+    """How many graphs there are, how often they were called, and how many weight gradients their calls wrote."""
 
     num_graphs: int = 0
     num_calls: int = 0
+    num_writes: int = 0
 
 
 COUNTER = GraphCounter()
@@ -19,9 +22,11 @@ COUNTER = GraphCounter()
 def reset_counter():
     """Drop all graphs; return the counter from 0 on."""
     torch._dynamo.reset()
-    COUNTER.num_graphs = COUNTER.num_calls = 0
+    COUNTER.num_graphs = COUNTER.num_calls = COUNTER.num_writes = 0
     if "counting" not in torch._dynamo.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(counting, name="counting")
+        writing = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=count_writes)
+        torch._dynamo.register_backend(writing, name="writing")
     return COUNTER
 
 
@@ -34,3 +39,14 @@ def counting(graph, _):
         return graph(*args)
 
     return call
+
+
+def count_writes(graph, _):
+    """Return the graph of a backward as it is, and count the gradients that its calls write."""
+    num_writes = sum("submit_weight_grad" in str(node.target) for node in graph.graph.nodes)
+
+    def call(*args):
+        COUNTER.num_writes += num_writes
+        return graph(*args)
+
+    return make_boxed_func(call)

@@ -108,13 +108,13 @@ class CompiledMode(TorchFunctionMode):
 
     Args:
         draws: of :func:`write_draws`, an input of the graph; None for a forward that does not draw from here.
-        ticket: of :class:`CompiledSinks`, likewise; None to return all gradients from the graph.
+        handle: of :class:`CompiledSinks`, likewise; None to return all gradients from the graph.
     """
 
-    def __init__(self, draws: Tensor | None = None, ticket: Tensor | None = None) -> None:
+    def __init__(self, draws: Tensor | None = None, handle: Tensor | None = None) -> None:
         super().__init__()
         self.draws, self.operators = draws, draw_operators()
-        self.ticket, self.linear = ticket, linear_operators().linear
+        self.handle, self.linear = handle, linear_operators().linear
         self.number = 0  # of draws
         self.num_linears = 0  # whose weight gradients are written
         self.has_mean = False  # over class indices
@@ -138,10 +138,10 @@ class CompiledMode(TorchFunctionMode):
             return self.call(COMPOSITES[func], *args, **options)
         if func is checkpoint:
             return func(partial(self.call, args[0]), *args[1:], **options)
-        if func in LINEAR_FNS and self.ticket is not None and not options and is_large_linear(args):
+        if func in LINEAR_FNS and self.handle is not None and not options and is_large_linear(args):
             self.num_linears += 1
             bias = args[2] if len(args) > 2 else None
-            return self.linear(args[0], args[1], bias, self.ticket, self.num_linears)
+            return self.linear(args[0], args[1], bias, self.handle, self.num_linears)
         if func is Tensor.unflatten:  # which Dynamo cannot trace as a function
             return args[0].unflatten(*args[1:], **options)
         if self.draws is None or func not in IMPLEMENTATIONS or options.get("generator") is not None:

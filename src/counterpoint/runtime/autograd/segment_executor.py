@@ -350,7 +350,7 @@ class SegmentExecutor:
         is_whole = self.model.gathers_outputs or micro in self.loss_factors.is_whole
         for part, sites in self.compiled_parts[block]:
             draws = write_draws(self.rng.list_draws(sites)) if self.model.uses_rng else None
-            mode = CompiledMode(draws, self.sinks_ticket(part))
+            mode = CompiledMode(draws, self.make_sinks_handle(part))
             inputs = [values[index] for index in part.inputs] if segment.parts else leaves
             with self.autocast(micro):
                 outputs = part(inputs, weights, buffers, mode, self.shapes_of(micro))
@@ -358,11 +358,11 @@ class SegmentExecutor:
             values.update(zip(part.outputs, outputs, strict=bool(part.outputs)))
         return tuple(values[index] for index in segment.outputs) or outputs
 
-    def sinks_ticket(self, part: Segment) -> Tensor | None:
+    def make_sinks_handle(self, part: Segment) -> Tensor | None:
         """Return what a graph finds the sinks of its large weights by; None to return all gradients from the graph."""
         if self.compiled_sinks is None or self.store.weight_versions is not None or not torch.is_grad_enabled():
             return None
-        return self.compiled_sinks.ticket_for(self.store.params[name] for name in part.params)
+        return self.compiled_sinks.make_handle(self.store.params[name] for name in part.params)
 
     def begin_microbatch(self, micro: int) -> None:
         """Let random numbers be for the samples of this microbatch."""

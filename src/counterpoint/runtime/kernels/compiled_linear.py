@@ -1,15 +1,15 @@
-"""Weight gradients of linear layers inside graphs of ``torch.compile``, written to gradient sinks as without graphs.
+"""Weight gradients of linear layers in graphs of ``torch.compile``, written to gradient sinks as in eager backwards.
 
 A graph returns gradients, so that those of large matrices would be copied to where they are reduced or updated. Here a
 layer is an operator whose backward submits the weight's gradient to its sink, and returns none. Which sinks there are
-is the value of an input of the graph, the ticket, so that identical blocks share a graph. The ticket is also what keeps
-the write in the graph, which drops what nothing reads: the write's result is the gradient of the ticket, always 0::
+is the value of an input of the graph, the handle, so that identical blocks share a graph. A graph drops what nothing
+reads; so the write has a result, the gradient of the handle, which is 0::
 
-    forward    x, weight, bias, ticket  ->  linear                ->  output
+    forward    x, weight, bias, handle  ->  linear                ->  output
     backward   output's gradient        ->  products, sums        ->  gradients of x and bias
-                                        ->  submit_weight_grad    ->  gradient of the ticket
+                                        ->  submit_weight_grad    ->  gradient of the handle
+                                                 |
                                                  '-->  sink of the weight
-
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CompiledSinks:
         """Take the sinks of a step, which are by ``id`` of the weight."""
         self.sinks = [(param, sinks[id(param)]) for param in params if id(param) in sinks and is_large_matrix(param)]
 
-    def ticket_for(self, params: Iterable[nn.Parameter]) -> Tensor | None:
+    def make_handle(self, params: Iterable[nn.Parameter]) -> Tensor | None:
         """Return what a graph finds sinks by, an input of it; None unless all large ones of its parameters have one."""
         known = {id(param) for param, _ in self.sinks}
         large = [id(param) in known for param in params if is_large_matrix(param)]
@@ -75,7 +75,7 @@ class LinearOperators(NamedTuple):
     """Operators of torch for large linear layers.
 
     Args:
-        linear: ``linear(x, weight, bias, ticket, number)``; the number makes two equal calls different.
+        linear: ``linear(x, weight, bias, handle, number)``; the number makes two equal calls different.
         sinks: those that exist, by number. Torch has operators for the process, and these have no objects.
         numbers: of new ones.
     """
@@ -94,38 +94,38 @@ def linear_operators() -> LinearOperators:
     sinks: WeakValueDictionary[int, CompiledSinks] = WeakValueDictionary()
 
     @torch.library.custom_op("counterpoint::linear", mutates_args=())
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, number: int) -> Tensor:
-        del ticket, number
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, number: int) -> Tensor:
+        del handle, number
         return small_batch_linear(x, weight, bias).contiguous()
 
     @torch.library.custom_op("counterpoint::submit_weight_grad", mutates_args=())
-    def submit(rows: Tensor, inputs: Tensor, weight: Tensor, ticket: Tensor, number: int) -> Tensor:
+    def submit(rows: Tensor, inputs: Tensor, weight: Tensor, handle: Tensor, number: int) -> Tensor:
         del number
-        sinks[int(ticket)].submit(rows, inputs, weight)
-        return torch.zeros_like(ticket)
+        sinks[int(handle)].submit(rows, inputs, weight)
+        return torch.zeros_like(handle)
 
     @linear.register_fake
-    def _(x, weight, bias, ticket, number):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        del bias, ticket, number
+    def _(x, weight, bias, handle, number):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        del bias, handle, number
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
     @submit.register_fake
-    def _(rows, inputs, weight, ticket, number):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def _(rows, inputs, weight, handle, number):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         del rows, inputs, weight, number
-        return torch.empty_like(ticket)
+        return torch.empty_like(handle)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
         del output
-        x, weight, bias, ticket, number = inputs
-        ctx.save_for_backward(x, weight, ticket)
+        x, weight, bias, handle, number = inputs
+        ctx.save_for_backward(x, weight, handle)
         ctx.number, ctx.has_bias = number, bias is not None
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        x, weight, ticket = ctx.saved_tensors
+        x, weight, handle = ctx.saved_tensors
         rows, inputs = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
         to_input = grad_output @ weight if ctx.needs_input_grad[0] else None
         to_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return to_input, None, to_bias, submit(rows, inputs, weight, ticket, ctx.number), None
+        return to_input, None, to_bias, submit(rows, inputs, weight, handle, ctx.number), None
 
     linear.register_autograd(backward, setup_context=save)
     return LinearOperators(torch.ops.counterpoint.linear, sinks, count())
