@@ -320,9 +320,10 @@ def train_prefetched(plans, transport):
 
 def train_offloaded(plans, transport, folder):
     """The losses of each plan with optimizer state on disk, after those with it in memory."""
-    environment = replace(detect(), transport=transport)
+    environment = detect()
+    assert environment is not None, "a launcher has started the ranks"
     return [
-        train_with_passes(plan_of(*plan), passes, environment, offload_folder=folder)
+        train_with_passes(plan_of(*plan), passes, replace(environment, transport=transport), offload_folder=folder)
         for plan in plans
         for passes in (("overlap",), ("overlap", "offload:state=disk"))
     ]
