@@ -58,11 +58,11 @@ from counterpoint.runtime.fusion import LoweredProgram, fuse, segment_boundaries
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
-from counterpoint.runtime.offload.host_targets import HostState
 from counterpoint.runtime.offload.offloaded_state import OffloadConfig, OffloadedState
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues
 from counterpoint.runtime.params.grad_check import GradCheck, find_share_factor
+from counterpoint.runtime.params.host_targets import HostState
 from counterpoint.runtime.params.param_store import ParamStore, StateAllocator
 from counterpoint.runtime.params.shared_params import SharedGradHook
 from counterpoint.runtime.params.unit_roles import find_unit_roles

@@ -14,7 +14,6 @@ from torch import Tensor, nn, optim
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
-from counterpoint.runtime.offload.host_targets import HostState, HostTargets, make_host_target
 from counterpoint.runtime.offload.offloaded_state import MASTER, OffloadedState, StateDtypes
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, clip_by_value, scale_grad, step_without_closure
 from counterpoint.runtime.params.flat_layout import (
@@ -36,6 +35,7 @@ from counterpoint.runtime.params.fused_optimizer import (
 )
 from counterpoint.runtime.params.grad_check import CollectedGrads, GradCheck
 from counterpoint.runtime.params.grad_sinks import FlatGradSink, ParamGradSink, find_flat_sinks, find_param_sinks
+from counterpoint.runtime.params.host_targets import HostState, HostTargets, make_host_target
 from counterpoint.runtime.params.shared_params import (
     SharedGrads,
     SparseGradExchange,
