@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
+from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.shm.magnitudes import find_magnitudes, magnitude_tensor
 from counterpoint.model.spec import Unit
@@ -86,6 +87,7 @@ from counterpoint.runtime.fusion import (
     fuse,
     shift_call,
 )
+from counterpoint.runtime.loss.loss_check import LateLossCheck
 from counterpoint.runtime.loss.loss_reduction import PartTotal
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale, LossScaler
 from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource, commit_scope, compute_loss_factors
@@ -500,10 +502,12 @@ class Interpreter:
         )
         grads = self.store.grad_check.take_device_report(self.accelerator)
         outputs = executor.recompute_store.take_matches() if executor.recompute_store.pending_matches else None
+        late_checks = [] if executor.loss_check is None else executor.loss_check.take_late_checks()
+        matches = [] if outputs is None else [outputs[1]]
         row = self.make_device_report(
             add_losses(losses, sizes, loss_weights, scope, self.accelerator),
             grads,
-            None if outputs is None else outputs[1],
+            [*(~match.all() for match in matches), *(late_check.is_bad for late_check in late_checks)],
         )
         reports = [report] if len(group) == 1 else gather_reports(self.fabric, report, group)
         rows = gather_rows(self.fabric, self.accelerator, row, group)
@@ -524,7 +528,16 @@ class Interpreter:
         copied_outputs = None if outputs is None else (outputs[0], copy(outputs[1]))
         copied_scale = loss_scale if isinstance(loss_scale, float) else copy(loss_scale.scale)
         return PendingCommit(
-            self.step_number, group, reports, copy(rows), grads, copied_outputs, decision, decide, copied_scale
+            self.step_number,
+            group,
+            reports,
+            copy(rows),
+            grads,
+            copied_outputs,
+            [(late_check, copy(late_check.pack())) for late_check in late_checks],
+            decision,
+            decide,
+            copied_scale,
         )
 
     def device_loss_scale(self, like: Tensor) -> DeviceLossScale | float:
@@ -540,14 +553,14 @@ class Interpreter:
         return on_device or DeviceLossScale(*(torch.full_like(like, float(number)) for number in scaler.state()))
 
     def make_device_report(
-        self, losses: tuple[Tensor, Tensor, Tensor], grads: DeviceGradReport, matches: Tensor | None
+        self, losses: tuple[Tensor, Tensor, Tensor], grads: DeviceGradReport, failures: Sequence[Tensor]
     ) -> DeviceReport:
         """Return this rank's report as numbers on the device.
 
         Args:
             losses: what :func:`add_losses` returned.
             grads: of this rank.
-            matches: whether recomputed outputs are the same as at first; None if there are none.
+            failures: whether recomputed outputs are others than at first, and whether each check of the loss fails.
         """
         device = self.accelerator.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -566,7 +579,7 @@ class Interpreter:
             first_nonfinite(grads.shares, self.accelerator),
             grads.share,
             has_overflow,
-            zero if matches is None else (~matches.all()).double(),
+            torch.stack([*failures]).any().double() if failures else zero,
         )
 
     def leave_decision(self, pending: PendingCommit) -> None:
@@ -581,12 +594,31 @@ class Interpreter:
         """Return the complete reports of a commit; a collective call, which waits for the device.
 
         Raises:
-            DataError: a recomputed output of this rank is another one than at first.
+            DataError: a recomputed output of this rank is another one than at first, or a check of its loss has failed.
         """
         location = pending.read_unequal_output()
         if location:
             raise mismatch_error(location, "other values")
+        for late_check, copy in pending.late_checks:
+            self.require_good_loss(late_check, copy.wait(), pending.step)
         return add_names(self.fabric, pending.read(), pending.grads.read_name, pending.group)
+
+    def require_good_loss(self, late_check: LateLossCheck, numbers: Tensor, step: int) -> None:
+        """Raise if a check of the loss on the device has failed.
+
+        Args:
+            late_check: the check.
+            numbers: what it has packed, in host memory.
+            step: its number, which the error names.
+
+        Raises:
+            DataError: it has failed.
+        """
+        assert self.executor.loss_check is not None, "it has checked"
+        try:
+            self.executor.loss_check.require_good(late_check, numbers.tolist())
+        except DataError as error:
+            raise DataError(f"step {step} cannot be applied: {error}") from None
 
     def finish_commits(self, before: int | None = None) -> None:
         """Read the decisions that were left on the device; a collective call.
@@ -627,6 +659,8 @@ class Interpreter:
             )
         # what is computed last is read first: when it is there, so are the copies that were started before
         self.executor.recompute_store.require_same_outputs()
+        for late_check in self.executor.loss_check.take_late_checks() if self.executor.loss_check is not None else ():
+            self.require_good_loss(late_check, late_check.pack().cpu(), self.step_number)
         checksum = self.replica_checksum.checksum()
         grads = self.store.grad_check.take_report(scope)
         sizes = self.executor.batch.sizes if self.executor.batch is not None else {}

@@ -186,7 +186,7 @@ class SegmentExecutor:
         model = self.model
         if not model.checks_loss and not model.checks_loss_state:
             return None
-        return LossCheck(model.loss, is_sum=model.loss_is_sum, checks_parts=model.checks_loss)
+        return LossCheck(model.loss, is_sum=model.loss_is_sum, checks_parts=model.checks_loss, may_be_late=True)
 
     def segments_in(self, first: int, last: int) -> Iterator[Segment]:
         """Yield the segments of a range of blocks."""

@@ -34,6 +34,7 @@ from counterpoint.runtime.commit.step_commit import (
     StepResult,
     may_overflow,
 )
+from counterpoint.runtime.loss.loss_check import LateLossCheck
 from counterpoint.runtime.loss.loss_reduction import PartTotal
 from counterpoint.runtime.loss.loss_scale import MAX_SCALE, DynamicLossScale
 from counterpoint.runtime.params.grad_check import DeviceGradReport, GradReport
@@ -63,7 +64,7 @@ class DeviceReport(NamedTuple):
         grad_micro: the first microbatch with a gradient that is not finite; -1 for none.
         grad_share: how large its gradients are.
         has_overflow: 1 if a sum of gradients that it owns is not finite.
-        is_unequal: 1 if a recomputed output is not that of the first forward.
+        is_unequal: 1 if a recomputed output is not that of the first forward, or a check of the loss has failed.
     """
 
     loss_sum: Tensor
@@ -142,6 +143,7 @@ class PendingCommit:
         rows: the rows of the members, on their way to the host.
         grads: of this rank.
         outputs: the locations of outputs that this rank has recomputed, and whether each is the same.
+        late_checks: of this rank's checks of the loss, and what each has packed.
         decision: on the device.
         decide: returns the result of complete reports and the loss scale.
         loss_scale: the factor of the losses in backward, on its way to the host if it is dynamic.
@@ -153,6 +155,7 @@ class PendingCommit:
     rows: HostCopy
     grads: DeviceGradReport
     outputs: tuple[Sequence[str], HostCopy] | None
+    late_checks: Sequence[tuple[LateLossCheck, HostCopy]]
     decision: DeviceDecision
     decide: DecideStep
     loss_scale: HostCopy | float

@@ -12,6 +12,9 @@ loss of some microbatches is computed again, for all samples and for two parts o
 A loss that keeps a state, or draws random numbers that do not belong to samples, is found in the same way: it is
 computed twice from the same samples and the same states of the generators. The check of losses that the model itself
 computes is :mod:`counterpoint.training.model_checks.model_loss_check`.
+
+On a device, checks of later steps do not wait for their figures: :func:`find_bad_figures` decides there, so that the
+step is not applied, and :meth:`LossCheck.require_good` raises when the figures have arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from counterpoint.errors import DataError
 from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
@@ -40,13 +43,31 @@ RELATIVE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 """By which the loss of some samples may differ from what its halves add up to; of other dtypes by 5 %."""
 
 
+NUM_READ_STEPS = 2
+"""Steps at the beginning whose checks read their figures at once, also from a device."""
+
+
 class LossOfParts(NamedTuple):
-    """The loss of some samples, and those of two parts of them, with their weights and their numbers of samples."""
+    """The loss of some samples, and those of two parts of them, with their weights and their numbers of samples.
+
+    Args:
+        total: of all samples; the figures of a check on a device are tensors until they are read.
+        parts: of two parts.
+        weights: of the parts.
+        sizes: of the parts.
+        is_made: whether samples were made for it, so that it counts only if it is finite.
+    """
 
     total: float
     parts: tuple[float, float]
     weights: tuple[float, float]
     sizes: tuple[int, int]
+    is_made: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether it may show a difference."""
+        return math.isfinite(self.total + self.sum if self.is_made else self.total)
 
     @property
     def sum(self) -> float:
@@ -123,6 +144,60 @@ class LossValue(NamedTuple):
     dtype: torch.dtype
 
 
+class LossFigures(NamedTuple):
+    """The figures of a check; on a device tensors until they are read.
+
+    Args:
+        value: the loss of the step; None if losses of parts are not compared.
+        first: the same loss, computed again.
+        second: once more.
+        state_tolerance: by which both may differ, relative to the larger one.
+        kinds: losses of two parts and of both, for each kind of parts.
+        relative: tolerance of the losses of parts.
+        absolute: likewise.
+    """
+
+    value: Tensor | float | None
+    first: LossValue
+    second: LossValue
+    state_tolerance: float
+    kinds: Sequence[Sequence[LossOfParts]]
+    relative: float
+    absolute: Tensor | float
+
+
+class LateLossCheck(NamedTuple):
+    """A check whose figures are on a device.
+
+    Args:
+        step: its number.
+        what: the samples, for errors.
+        is_divided: whether they are a part of a batch.
+        figures: all of them.
+        is_bad: whether the check has failed, on the device.
+    """
+
+    step: int
+    what: str
+    is_divided: bool
+    figures: LossFigures
+    is_bad: Tensor
+
+    def pack(self) -> Tensor:
+        """Return what the host has to read, as float64 on the device: whether it has failed, and the figures."""
+        leaves = [leaf for leaf in tree_leaves(self.figures) if isinstance(leaf, Tensor)]
+        return torch.stack([value.detach().double().reshape(()) for value in (self.is_bad, *leaves)])
+
+    def unpack(self, numbers: Sequence[float]) -> LossFigures:
+        """Return the figures as numbers, given what the host has read after the first number."""
+        leaves, spec = tree_flatten(self.figures)
+        read = iter(numbers)
+        figures: LossFigures = tree_unflatten(
+            [next(read) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        )
+        return figures
+
+
 class LossSamples(NamedTuple):
     """What a loss is computed from.
 
@@ -192,9 +267,20 @@ class LossCheck:
         is_sum: whether it is a sum over samples.
         remedy: for the error; by default that of a plan.
         checks_parts: whether losses of parts must add up; if not, only a state is looked for.
+        may_be_late: whether the caller reads checks on a device later, by :meth:`require_good`.
     """
 
-    def __init__(self, loss: LossFunction, *, is_sum: bool, remedy: str = "", checks_parts: bool = True) -> None:
+    def __init__(
+        self,
+        loss: LossFunction,
+        *,
+        is_sum: bool,
+        remedy: str = "",
+        checks_parts: bool = True,
+        may_be_late: bool = False,
+    ) -> None:
+        self.may_be_late = may_be_late
+        self.late_checks: list[LateLossCheck] = []
         self.remedy = remedy
         self.loss = loss
         self.is_sum = is_sum
@@ -248,6 +334,8 @@ class LossCheck:
             DataError: it is not what the losses of two parts add up to, or each call of it changes a state.
         """
         samples, state = LossSamples(output, targets, num_samples, what), LossState(self.loss)
+        if self._start_late_check(state, loss_function, step, samples, value):
+            return
 
         def check() -> None:
             with state.preserve_generators(samples.devices):
@@ -273,6 +361,8 @@ class LossCheck:
         if step < self.next_state_step:
             return
         state = LossState(self.loss)
+        if self._start_late_check(state, loss_function, step, samples, None):
+            return
 
         def check() -> None:
             with state.preserve_generators(samples.devices):
@@ -411,17 +501,133 @@ class LossCheck:
         if not is_undefined and not abs(total.mean - value) <= 2 * relative * abs(total.mean) + absolute:
             self.next_step = math.inf  # it draws random numbers
             return
-        for kinds in self._losses_of_parts(loss_function, samples, total):
-            finite = [losses for losses in kinds if math.isfinite(losses.total)]  # others are errors of the step itself
-            tolerances = [relative * losses.magnitude + absolute for losses in finite]
-            pairs = [*zip(finite, tolerances, strict=True)]
-            if pairs and not any(
-                abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance
-                for losses, tolerance in pairs
-            ):
-                raise DataError(self._explain(finite[0], samples.what, tolerances[0]))
+        for kind in self._losses_of_parts(loss_function, samples, total):
+            self._require_sum_of_parts(kind, samples.what, relative, absolute)
         if self.single is None and step >= self.next_step:
             self.next_step, self.last_step = max(1, 2 * step), step
+
+    def _require_sum_of_parts(self, kind: Sequence[LossOfParts], what: str, relative: float, absolute: float) -> None:
+        """Raise if one kind of parts does not add up.
+
+        Raises:
+            DataError: it does not.
+        """
+        finite = [losses for losses in kind if losses.counts]  # others are errors of the step itself
+        tolerances = [relative * losses.magnitude + absolute for losses in finite]
+        pairs = [*zip(finite, tolerances, strict=True)]
+        if pairs and not any(
+            abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance for losses, tolerance in pairs
+        ):
+            raise DataError(self._explain(finite[0], what, tolerances[0]))
+
+    def _start_late_check(
+        self,
+        state: LossState,
+        loss_function: LossFunction,
+        step: int,
+        samples: LossSamples,
+        value: Tensor | float | None,
+    ) -> bool:
+        """Start a check whose figures the host reads later, and return True; False if it has to read some now.
+
+        Args:
+            state: of the loss.
+            loss_function: the user's, with the parameters of this step.
+            step: the number of the step.
+            samples: from which it is computed.
+            value: the loss; None for that of a whole batch, of which only a state is looked for.
+        """
+        on_device = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor) and not leaf.is_cpu]
+        if not self.may_be_late or step < NUM_READ_STEPS or not on_device:
+            return False
+        is_late = True
+
+        def check() -> None:
+            nonlocal is_late
+            with state.preserve_generators(samples.devices):
+                is_late = self._compare_late(state, loss_function, step, samples, value)
+
+        _run_without_gradients(check)
+        return is_late
+
+    def _compare_late(
+        self,
+        state: LossState,
+        loss_function: LossFunction,
+        step: int,
+        samples: LossSamples,
+        value: Tensor | float | None,
+    ) -> bool:
+        """Compute the loss twice, and of parts; keep the check. Return False if it changes tensors that it keeps."""
+        before, generators, losses = state.read(), state.read_generators(), list[LossValue]()
+
+        def compute() -> None:
+            with state.preserve_generators(samples.devices):
+                losses.append(self._compute(loss_function, samples, is_read=False))
+                if state.read_generators() != generators:  # so that parts cannot be compared
+                    self.next_step = math.inf
+
+        compute()
+        if any(isinstance(state.slots[index].read(), Tensor) for index in state.find_changed(before)):
+            return False
+        name, changed = find_running_state(state, before, compute)
+        if name:
+            self._explain_state(name, 0.0, 0.0, samples.what, is_divided=value is not None)
+        first, second = losses
+        leaves = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
+        kinds: list[list[LossOfParts]] = []
+        compares_parts = value is not None and self.next_step != math.inf and samples.are_along_dim_0
+        if compares_parts:
+            with state.restored(changed):
+                kinds = [*self._losses_of_parts(loss_function, samples, first, is_read=False)]
+        figures = LossFigures(
+            value if compares_parts else None,
+            first,
+            second,
+            max(_relative_tolerance(leaf, first.dtype) for leaf in leaves),
+            kinds,
+            _relative_tolerance(leaves[0], first.dtype),
+            _rounding_error_tensor(leaves[0], first.dtype),
+        )
+        is_bad = find_bad_figures(figures, samples.num_samples, is_sum=self.is_sum)
+        self.late_checks.append(LateLossCheck(step, samples.what, value is not None, figures, is_bad))
+        if step >= self.next_state_step:
+            self.next_state_step = max(1, 2 * step)
+        if compares_parts and self.single is None and step >= self.next_step:
+            self.next_step, self.last_step = max(1, 2 * step), step
+        elif value is not None and not samples.are_along_dim_0:
+            self.next_step = math.inf
+        return True
+
+    def take_late_checks(self) -> list[LateLossCheck]:
+        """Return the checks of this step whose figures are on a device, and forget them."""
+        late_checks, self.late_checks = self.late_checks, []
+        return late_checks
+
+    def require_good(self, late_check: LateLossCheck, numbers: Sequence[float]) -> None:
+        """Raise if a check on a device has failed.
+
+        Args:
+            late_check: the check.
+            numbers: what it has packed.
+
+        Raises:
+            DataError: it has.
+        """
+        is_bad, *read = numbers
+        figures = late_check.unpack(read)
+        first, value, absolute = figures.first.mean, figures.value, float(figures.absolute)
+        if is_bad:
+            for kind in figures.kinds:
+                self._require_sum_of_parts(kind, late_check.what, figures.relative, absolute)
+            second = figures.second.mean
+            self._explain_state("something", first, second, late_check.what, is_divided=late_check.is_divided)
+        if value is None:
+            return
+        if math.isnan(first):  # as of samples without tokens
+            self.next_step = min(self.next_step, late_check.step + 1)
+        elif not abs(first - float(value)) <= 2 * figures.relative * abs(first) + absolute:
+            self.next_step = math.inf  # it draws random numbers
 
     def _require_proportional_gradients(self, loss_function: LossFunction, samples: LossSamples) -> None:
         """Check, once, that gradients are twice as large if backward starts from 2, where Python code computes them.
@@ -466,7 +672,7 @@ class LossCheck:
             )
 
     def _losses_of_parts(
-        self, loss_function: LossFunction, samples: LossSamples, total: LossValue
+        self, loss_function: LossFunction, samples: LossSamples, total: LossValue, *, is_read: bool = True
     ) -> Iterator[list[LossOfParts]]:
         """Yield losses of two parts of samples, and of both; for one kind of parts once, or with lists cut and whole.
 
@@ -484,16 +690,18 @@ class LossCheck:
                 # a loss need not take values that no model gives
                 with suppress(Exception) if is_made or len(cuts) > 1 else nullcontext():
                     parts = make(cuts_lists)
-                    values = [self._compute(loss_function, part) for part in parts]
-                    both = whole or self._compute(loss_function, parts[0].join(parts[1], cuts_lists=cuts_lists))
+                    values = [self._compute(loss_function, part, is_read=is_read) for part in parts]
+                    both = whole or self._compute(
+                        loss_function, parts[0].join(parts[1], cuts_lists=cuts_lists), is_read=is_read
+                    )
                     losses = LossOfParts(
                         both.mean,
                         (values[0].mean, values[1].mean),
                         (values[0].weight, values[1].weight),
                         (parts[0].num_samples, parts[1].num_samples),
+                        is_made,
                     )
-                    if not is_made or math.isfinite(losses.total + losses.sum):
-                        found.append(losses)
+                    found.append(losses)
             return found
 
         def cut(cuts_lists: bool) -> tuple[LossSamples, LossSamples]:  # noqa: FBT001 - one of two kinds
@@ -523,8 +731,10 @@ class LossCheck:
         loss_function: LossFunction,
         samples: LossSamples,
         random_functions: Mapping[TorchFunction, FunctionReplacement] = MappingProxyType({}),
+        *,
+        is_read: bool = True,
     ) -> LossValue:
-        """Compute the loss of some samples."""
+        """Compute the loss of some samples; leave it where it is unless it is read."""
         output, targets, num_samples, what = samples
         loss = compute_mean_loss(
             loss_function,
@@ -535,8 +745,11 @@ class LossCheck:
             is_sum=self.is_sum,
             random_functions=random_functions,
         )
-        weight = num_samples if loss.weight is None else float(loss.weight)
-        return LossValue(float(loss.mean.detach()), weight, loss.mean.dtype)
+        weight = num_samples if loss.weight is None else loss.weight
+        mean = loss.mean.detach()
+        if is_read:
+            return LossValue(float(mean), float(weight), mean.dtype)
+        return LossValue(mean, weight, mean.dtype)  # type: ignore[arg-type]  # numbers once they are read
 
     def _explain(self, losses: LossOfParts, what: str, tolerance: float) -> str:
         is_sum = not self.is_sum and abs(losses.total - losses.sum) <= tolerance
@@ -594,6 +807,62 @@ def _rounding_error(output: Tensor, dtype: torch.dtype) -> float:
         return 0.0
     eps = max(torch.finfo(output.dtype).eps, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
     return eps * float(output.detach().abs().max().nan_to_num())
+
+
+def _rounding_error_tensor(output: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """Return :func:`_rounding_error` without reading the output."""
+    if not output.is_floating_point() or not output.numel():
+        return 0.0
+    eps = max(torch.finfo(output.dtype).eps, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+    return eps * output.detach().abs().max().nan_to_num().double()
+
+
+def find_bad_figures(figures: LossFigures, num_samples: int, *, is_sum: bool) -> Tensor:
+    """Return whether a check fails, as :meth:`LossCheck.check` decides, without reading its figures.
+
+    Args:
+        figures: of the check.
+        num_samples: how many samples it is of.
+        is_sum: whether the loss is a sum.
+    """
+    first, second = (_as_number(value.mean, figures) for value in (figures.first, figures.second))
+    larger = torch.maximum(first.abs(), second.abs())
+    is_bad = (first + second).isfinite() & ((first - second).abs() > figures.state_tolerance * larger)
+    if figures.value is None:
+        return is_bad
+    value, absolute = (_as_number(number, figures) for number in (figures.value, figures.absolute))
+    is_other = (first - value).abs() > 2 * figures.relative * first.abs() + absolute
+    is_skipped = ~first.isnan() & is_other
+    if num_samples > 1:
+        is_skipped = is_skipped | first.isnan()
+    for kind in filter(None, figures.kinds):
+        counts, adds_up = zip(*(_compare_parts(losses, figures, is_sum=is_sum) for losses in kind), strict=True)
+        some_count, some_add_up = (torch.stack(flags).any() for flags in (counts, adds_up))
+        is_bad = is_bad | (some_count & ~some_add_up & ~is_skipped)
+    return is_bad
+
+
+def _compare_parts(losses: LossOfParts, figures: LossFigures, *, is_sum: bool) -> tuple[Tensor, Tensor]:
+    """Return whether losses count, and whether they do and add up."""
+    total, *parts = (_as_number(number, figures) for number in (losses.total, *losses.parts))
+    combined, tensors = parts[0] + parts[1], torch.stack([total, *parts])
+    counts = (total + combined if losses.is_made else total).isfinite()
+    if not is_sum:
+        weights = [_as_number(number, figures) for number in losses.weights]
+        weight = weights[0] + weights[1]
+        mean = (parts[0] * weights[0] + parts[1] * weights[1]) / weight
+        combined = torch.where(weight == 0, torch.zeros_like(mean), mean)
+    magnitude = torch.where(tensors.isfinite(), tensors.abs(), torch.zeros_like(tensors)).sum()
+    tolerance = figures.relative * magnitude + _as_number(figures.absolute, figures)
+    return counts, counts & ((total - combined).abs() <= tolerance)
+
+
+def _as_number(value: Tensor | float, figures: LossFigures) -> Tensor:
+    """Return a figure as a float64 where the loss is."""
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    mean: Any = figures.first.mean
+    return torch.full((), float(value), dtype=torch.float64, device=mean.device)
 
 
 def _relative_tolerance(output: Tensor, dtype: torch.dtype) -> float:
