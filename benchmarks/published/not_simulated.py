@@ -38,5 +38,16 @@ MISSING = (
     ("FlexFlow, six models", "1.3 to 3.3 times", "seconds of operators, and the strategies that were found"),
     ("DDP, seconds of a step", "near-linear to 256 GPUs", "seconds of one GPU, the batch, the network's rate"),
     ("Horovod, tensor fusion", "up to 65 %", "what one call costs for each tensor"),
+    (
+        "torchtitan, Llama 3.1 70B and 405B on H100",
+        "829 and 876, 100 and 128 tokens/s/GPU",
+        "microbatches of the pipelines; how much asynchronous tensor parallelism hides",
+    ),
+    ("NeMo, Llama 3 8B in float8", "12,273 tokens/s/GPU", "which operations are in float8; the plan of the run"),
+    (
+        "Megatron-LM, 39 B to 1 T parameters on A100",
+        "138 to 163 TFLOP/s/GPU",
+        "microbatches, and chunks of the interleaved schedule, of each row",
+    ),
     ("GPipe, largest models", "1.8 B on 8, 83.9 B on 128 partitions", "activations of the layers as compiled for TPUs"),
 )

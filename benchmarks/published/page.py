@@ -8,6 +8,7 @@ from textwrap import fill
 from benchmarks.published.bubbles import bubble_table, throughput_table
 from benchmarks.published.collectives import all_reduce_table
 from benchmarks.published.configurations import configuration_table
+from benchmarks.published.gpus import megatron_table, torchtitan_ratio_table, torchtitan_table
 from benchmarks.published.memory import largest_table, memory_table, volume_table
 from benchmarks.published.not_simulated import MISSING
 from benchmarks.published.overlap import overlap_table
@@ -31,6 +32,9 @@ TABLES = (
     overlap_table,
     horovod_table,
     tensorflow_table,
+    torchtitan_table,
+    torchtitan_ratio_table,
+    megatron_table,
 )
 HEAD = """\
 # Published figures
