@@ -118,6 +118,8 @@ def test_a_host_of_equal_gpus_is_good():
         "good GPU peers: every GPU accesses the memory of every other; ",
         "good GPU driver: driver 580.95.05, torch's CUDA 13.0; ",
         "good NCCL: NCCL 2.29.7; ",
+        "good GPU plans: plan --cluster 8xh100 predicts these GPUs from a roofline of their data sheet, not from a "
+        "measurement; ",
     ]
 
 

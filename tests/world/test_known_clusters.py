@@ -4,7 +4,7 @@ import pytest
 
 from counterpoint.errors import PlanError
 from counterpoint.world.cluster_file import format_cluster, parse_cluster, resolve_cluster
-from counterpoint.world.known_clusters import CLUSTER_NAMES
+from counterpoint.world.known_clusters import CLUSTER_NAMES, find_gpu_name
 
 
 @pytest.mark.parametrize("hosts", ["", "3x"])
@@ -83,6 +83,23 @@ def test_upper_case_is_the_same_name_and_a_file_of_that_name_has_a_path(tmp_path
     (tmp_path / "8xh100").write_text(own)
     assert resolve_cluster("./8xh100").device.cost_per_s == 1e9
     assert resolve_cluster("8xh100").num_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "8xa100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "8xa100-80gb"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "8xh100"),
+        ("NVIDIA H200", 139.8, "8xh200"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, None),
+        ("NVIDIA H100 NVL", 93.1, None),
+        ("NVIDIA GH200 144G HBM3e", 140.0, None),
+        ("Tesla T4", 14.6, None),
+    ],
+)
+def test_a_card_is_known_by_the_name_that_its_driver_gives_it(gpu, gib, name):
+    assert find_gpu_name(gpu, int(gib * 2**30)) == name
 
 
 def test_too_many_ranks_are_answered_with_more_hosts():

@@ -26,6 +26,7 @@ from counterpoint.launchers.variables import (
     requested_threads,
 )
 from counterpoint.world.cpu_affinity import DEFAULT_BINDING, Binding
+from counterpoint.world.known_clusters import find_gpu_name
 
 if TYPE_CHECKING:
     from counterpoint.profiler.torch_build import TorchBuild
@@ -166,6 +167,10 @@ def judge_devices(inventory: DeviceInventory, ranks: int) -> Iterator[Finding]:
     yield Finding("GPU driver", "good", driver)
     if inventory.nccl is not None:
         yield Finding("NCCL", "good", f"NCCL {inventory.nccl}")
+    known = find_gpu_name(inventory.gpus[0].name, inventory.gpus[0].total_bytes)
+    if known is not None:
+        fact = f"plan --cluster {known} predicts these GPUs from a roofline of their data sheet, not from a measurement"
+        yield Finding("GPU plans", "good", fact)
     if ranks > 1:
         yield _judge_ranks(ranks, num_gpus)
 

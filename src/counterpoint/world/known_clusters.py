@@ -138,6 +138,26 @@ def find_known_cluster(name: str) -> Cluster | None:
     return Cluster(host.device, levels=tuple(levels))
 
 
+def find_gpu_name(gpu: str, memory_bytes: int) -> str | None:
+    """Return the name of the cluster of one host with the GPUs that a driver names so; None if it is not known.
+
+    Args:
+        gpu: as the driver names it.
+        memory_bytes: that torch sees, which is a little less than the data sheet says.
+
+    Example:
+        >>> find_gpu_name("NVIDIA H100 80GB HBM3", 85_017_493_504), find_gpu_name("NVIDIA H100 PCIe", 85_017_493_504)
+        ('8xh100', None)
+    """
+    if "PCIE" in gpu.upper() or "NVL" in gpu.upper():  # other peaks, memory and links
+        return None
+    for name, host in GPU_HOSTS.items():
+        is_named = re.search(rf"\b{name.partition('-')[0]}\b", gpu, re.IGNORECASE) is not None
+        if is_named and 0.9 * host.memory_gib * GIB < memory_bytes <= host.memory_gib * GIB:
+            return f"{GPUS_PER_HOST}x{name}"
+    return None
+
+
 def suggest_names(name: str) -> str:
     """Return the names of clusters that are nearest to a wrong one, and how names are made.
 
