@@ -183,6 +183,33 @@ def test_state_that_is_loaded_between_steps_is_used(tmp_path):
     assert equal_bits(run(passes=PASSES, offload_folder=tmp_path), run())
 
 
+@pytest.mark.parametrize("text", ["pipedream(2)", "pipedream_2bw(2)"])
+def test_pipelines_that_never_flush_end_with_the_same_bits(text, tmp_path):
+    plan = cp.Plan.parse(text, num_microbatches=1 if text == "pipedream(2)" else 4)
+    plain, moved = (
+        fit(replace(plan, passes=passes), data=dataset(24), **options)
+        for passes, options in (((), {}), (PASSES[1:], {"offload_folder": tmp_path}))
+    )
+    assert equal_bits(moved[0], plain[0])
+
+
+def test_an_option_that_is_no_number_is_an_error_before_any_chunk_is_changed(tmp_path):
+    model = mlp()
+    first, *others = model.parameters()
+    optimizer = optim.AdamW([{"params": [first]}, {"params": others}], lr=0.1)
+    inputs, targets = torch.ones(4, 6, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    options = {"strategy": "data(2)", "passes": PASSES, "offload_folder": tmp_path}
+    with cp.parallelize(model, optimizer, nn.MSELoss(), **options) as step:
+        step(inputs, targets)
+        before = params_of(model)
+        optimizer.param_groups[1]["lr"] = torch.nan
+        with pytest.raises(cp.PlanError, match="option lr is nan"):
+            step(inputs, targets)
+        assert equal_bits(params_of(model), before)
+        optimizer.param_groups[1]["lr"] = 0.1
+        assert torch.isfinite(torch.tensor(float(step(inputs, targets))))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "message"),
     [

@@ -308,6 +308,8 @@ class OffloadedState:
         self.file.require_intact()
         for own_units, own in self.optimizers.items():
             if {*own_units} <= {*units}:
+                if own.buffers is not None:  # of an update that nothing has waited for, or that has failed
+                    own.buffers.finish()
                 own.buffers = Buffers(self.file, own.chunks)
                 own.buffers.start_read(0)
 

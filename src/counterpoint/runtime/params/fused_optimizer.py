@@ -86,6 +86,16 @@ def find_fused_groups(optimizer: optim.Optimizer, collected: CollectedGrads | No
     return groups
 
 
+def require_finite_options(optimizer: optim.Optimizer) -> None:
+    """Check the options of all groups of an optimizer with a fused step.
+
+    Raises:
+        PlanError: an option is not a finite number.
+    """
+    for options in optimizer.param_groups:
+        native_fields(FUSED_OPTIMIZERS[type(optimizer)], options, 1.0)
+
+
 def supports_row_updates(optimizer: optim.Optimizer, options: OptimizerOptions) -> bool:
     """Return whether a step only adds a multiple of the gradient to weights, so that single rows can be updated."""
     return type(optimizer) is optim.SGD and not options["momentum"] and not options["weight_decay"]
@@ -109,8 +119,7 @@ def fused_update(
         PlanError: an option is not a finite number; nothing has changed.
     """
     fused = FUSED_OPTIMIZERS[type(optimizer)]
-    for options in optimizer.param_groups:
-        native_fields(fused, options, 1.0)  # raises before any state is changed
+    require_finite_options(optimizer)  # before any state is changed
     for options, (dtypes, is_collected) in zip(optimizer.param_groups, groups, strict=True):
         as_rows = supports_row_updates(optimizer, options)
         ranges = (

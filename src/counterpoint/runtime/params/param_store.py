@@ -32,6 +32,7 @@ from counterpoint.runtime.params.fused_optimizer import (
     are_contiguous,
     find_fused_groups,
     fused_update,
+    require_finite_options,
 )
 from counterpoint.runtime.params.grad_check import CollectedGrads, GradCheck
 from counterpoint.runtime.params.grad_sinks import FlatGradSink, ParamGradSink, find_flat_sinks, find_param_sinks
@@ -530,6 +531,8 @@ class ParamStore:
         if optimizer is not None:
             self.optimizer_spec.sync_options(optimizer, self.skips)
             if self.offloaded is not None:
+                if fused_update_dtypes(optimizer) is not None:
+                    require_finite_options(optimizer)  # of all chunks, before the first one is changed
                 self.offloaded.update(units, partial(self._update_targets, optimizer, units, step))
             else:
                 with nullcontext() if units in self._have_state else self.state_allocator():
