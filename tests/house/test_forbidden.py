@@ -52,6 +52,7 @@ OPENED_WITHOUT_FILE_READER = {
     "src/counterpoint/data/sources.py": "modules of this Python",
     "src/counterpoint/device/inventory.py": "files of the kernel",
     "src/counterpoint/rpc/segments.py": "memory that another process of the job has announced",
+    "src/counterpoint/runtime/offload/chunk_file.py": "files of the kernel",
     "src/counterpoint/spark/shard.py": "the task's own temporary folder",
     "src/counterpoint/testing/claims.py": "the claims of benchmarks/ in this repository",
     "src/counterpoint/training/checkpointing/checkpoint_dir.py": "what the ranks have just written there",

@@ -189,8 +189,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     """
     rank = fabric.rank
     rank_program = run_spec.program.rank_programs[rank]
-    bodies = [variant.program.rank_programs[rank].body for variant in run_spec.step_variants]
-    instructions = list(chain.from_iterable(bodies))
+    instructions = [one for variant in run_spec.step_variants for one in variant.program.rank_programs[rank].body]
     roles = find_unit_roles(rank, instructions, run_spec.model_spec)
     needed = {name for unit in roles for name in run_spec.model_spec.units[unit]}
     position = (rank_program.tp_rank, rank_program.tp_degree)

@@ -85,7 +85,7 @@ def make_host_target(tensor: Tensor) -> Tensor:
 class HostState:
     """The optimizer state of one rank on a device, in host memory, where it is updated.
 
-    It has the methods of :class:`counterpoint.runtime.offload.offloaded_state.OffloadedState`; nothing of it is moved.
+    It never moves, so that nothing has to be fetched or written.
 
     Args:
         config: of the run.
@@ -115,15 +115,6 @@ class HostState:
         self.chunks[units] = [(first, stop) for first, stop in chunks]
         self.optimizers[units] = optimizer, targets
 
-    def open(self) -> None:
-        """Do nothing: memory is allocated by the first update."""
-
-    def fetch(self, units: tuple[Unit, ...]) -> None:
-        """Do nothing: the state is here."""
-
-    def offload(self, units: tuple[Unit, ...]) -> None:
-        """Do nothing: the state is here."""
-
     def update(self, units: tuple[Unit, ...], step_targets: Callable[[int, int], None]) -> None:
         """Update chunk by chunk, so that copies of the next one are made during the update of this one."""
         optimizer, targets = self.optimizers[units]
@@ -149,9 +140,3 @@ class HostState:
     def write_master(self, target: Tensor, start: int, values: Tensor) -> None:
         """Write flat values to a target that is master weights, from an element on."""
         target.data.view(-1)[start : start + values.numel()].copy_(values)
-
-    def flush(self) -> None:
-        """Do nothing: everything is written at once."""
-
-    def close(self) -> None:
-        """Do nothing: the state goes with the optimizers."""

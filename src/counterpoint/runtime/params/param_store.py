@@ -475,7 +475,8 @@ class ParamStore:
         if self.offloaded is not None:
             for units in optimizer_groups:
                 self.optimizer(units)
-            self.offloaded.open()
+            if self.state_on_disk is not None:
+                self.state_on_disk.open()
             self._offload_masters(self.offloaded)
 
     def _offload_masters(self, offloaded: OffloadedState | HostState) -> None:
@@ -488,17 +489,23 @@ class ParamStore:
                     targets.setdefault(storage, []).append((low, high, tensor))
         for storage, own in targets.items():
             storage.offload_masters(OffloadedMasters(offloaded, own, storage.layout.dtype))
-        offloaded.flush()
+        if self.state_on_disk is not None:
+            self.state_on_disk.flush()
+
+    @property
+    def state_on_disk(self) -> OffloadedState | None:
+        """The optimizer state if it is on disk, else None."""
+        return self.offloaded if isinstance(self.offloaded, OffloadedState) else None
 
     def fetch(self, units: tuple[Unit, ...]) -> None:
-        """Start to read the offloaded state of some units; the host of ranks that compute there has it already."""
-        if self.offloaded is not None:
-            self.offloaded.fetch(units)
+        """Start to read the state of some units; a host has its own already."""
+        if self.state_on_disk is not None:
+            self.state_on_disk.fetch(units)
 
     def offload(self, units: tuple[Unit, ...]) -> None:
-        """Wait until the state of some units is offloaded."""
-        if self.offloaded is not None:
-            self.offloaded.offload(units)
+        """Wait until the state of some units is written."""
+        if self.state_on_disk is not None:
+            self.state_on_disk.offload(units)
 
     def read_state(self, optimizer: optim.Optimizer, tensor: Tensor) -> dict[str, Any]:
         """Return the state of a tensor that an optimizer of this rank updates, wherever it is."""
@@ -680,9 +687,9 @@ class ParamStore:
             self.weight_versions.reset()
 
     def close(self) -> None:
-        """Give up the optimizer state, if it is offloaded."""
-        if self.offloaded is not None:
-            self.offloaded.close()
+        """Give up the optimizer state, if it is on disk."""
+        if self.state_on_disk is not None:
+            self.state_on_disk.close()
 
     def begin_backward(self) -> None:
         """Let sinks take the gradients that are computed from now on: they belong to a step."""
