@@ -14,7 +14,7 @@ Group: TypeAlias = tuple[int, ...]
 """Ranks that act together, in ascending order."""
 
 OffloadPlace: TypeAlias = Literal["disk", "host"]
-"""Where tensors are offloaded to: a file, or the memory of the host of a device."""
+"""Where tensors are offloaded to, a file or the memory of the host of a device."""
 
 ALPHA_PATTERN = r"0\.[0-9]{1,40}"
 """Regular expression for the moving rate of an elastic average, see :class:`ApplyPushes`."""
