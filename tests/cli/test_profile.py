@@ -82,3 +82,26 @@ def test_the_table_of_gradients_adds_up_to_all_values(profile):
 def test_options_for_times_are_refused_with_gradients(profile, words, message):
     done = profile("--gradients", *words)
     assert (done.exit_code, message in " ".join(done.output.split())) == (1, True)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_is_measured_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["profile", "text", "--samples", "4", "--compile", "segments(backend=eager)"]
+    lines = CliRunner().invoke(build_app(["profile"]), words).output.splitlines()
+    start = next(
+        index for index, line in enumerate(lines) if line.startswith("compile=segments(backend=eager): compil")
+    )
+    assert lines[start + 1].startswith("4 samples, unpartitioned: forward ")
+    assert lines[start + 2].startswith("  forward and backward of 4 samples take ")
+
+
+def test_counting_operations_compiles_nothing(profile):
+    assert "--roofline counts operations and compiles nothing" in profile("--roofline", "--compile", "blocks").output
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_batch_norm_is_not_compiled(profile):
+    done = profile("--samples", "4", "--compile", "segments(backend=eager)")
+    assert "compile= compiles batch norm as it is, but under this plan its statistics are collected" in done.output

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,15 @@ from counterpoint.cli.tables import TableColumn, format_bytes, print_table
 from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
 from counterpoint.errors import PlanError
 from counterpoint.file_writer import require_writable, write_output
-from counterpoint.model.model_profile import BatchSizeProfile, LayerProfile, ModelProfile, format_profile
+from counterpoint.model.compilation import Compilation, parse_compilation
+from counterpoint.model.model_profile import (
+    BatchSizeProfile,
+    CompiledTimes,
+    LayerProfile,
+    ModelProfile,
+    format_profile,
+)
+from counterpoint.planner.choice_report import describe_repayment
 from counterpoint.planner.pipeline.graph_models import graph_from_profile
 from counterpoint.planner.pipeline.layer_graph import format_graph
 from counterpoint.viz.number_format import format_number, format_seconds, format_share
@@ -48,6 +57,12 @@ def profile(
         list[int] | None,
         typer.Option(min=1, help="Number of threads; 1 if omitted; may be given several times."),
     ] = None,
+    compile: Annotated[  # noqa: A002 - as of a plan
+        str | None,
+        typer.Option(
+            metavar="PARTS", help="Also measure the model compiled: segments or blocks, as compile= of a plan."
+        ),
+    ] = None,
     roofline: Annotated[bool, typer.Option("--roofline", help="Count operations instead of running them.")] = False,
     graph: Annotated[Path | None, typer.Option(help="Write the profile to this file as PipeDream's graph.txt.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the timing there, for --profile of other commands.")] = None,
@@ -74,16 +89,38 @@ def profile(
     require_writable(out, graph)
     require_script(job, arguments)
     if gradients:
-        given = {"--threads": threads, "--roofline": roofline, "--graph": graph, "--out": out, "--remeasure": remeasure}
+        given = {
+            "--compile": compile,
+            "--threads": threads,
+            "--roofline": roofline,
+            "--graph": graph,
+            "--out": out,
+            "--remeasure": remeasure,
+        }
         require_gradient_options([option for option, value in given.items() if value], samples or [])
+    compilation = read_compilation(compile, is_counted=roofline)
     workload = load_workload(job, arguments or (), which, computes_nothing=roofline and not gradients)
     if gradients:
         print_gradients(workload, samples or [workload.batch_size], as_json=as_json)
         return
-    profiles = [
-        profile_workload(workload, samples or [], count, is_counted=roofline, remeasure=remeasure)
-        for count in thread_counts
-    ]
+    take = partial(profile_workload, workload, samples or [], is_counted=roofline, remeasure=remeasure)
+    profiles = [take(count, compilation=compilation) for count in thread_counts]
+    write_profiles(profiles, out, graph, as_json=as_json)
+
+
+def read_compilation(text: str | None, *, is_counted: bool) -> Compilation | None:
+    """Return the compilation that is to be measured, too.
+
+    Raises:
+        PlanError: it is none, or operations are counted.
+    """
+    if is_counted and text is not None:
+        raise PlanError("--roofline counts operations and compiles nothing; give one of --roofline and --compile")
+    return parse_compilation(text)
+
+
+def write_profiles(profiles: Sequence[ModelProfile], out: Path | None, graph: Path | None, *, as_json: bool) -> None:
+    """Write the first profile to the files that were requested, and print all of them."""
     if out is not None:
         write_output(out, format_profile(profiles[0]))
     if graph is not None:
@@ -207,6 +244,16 @@ def print_profile(profile: ModelProfile) -> None:
             f"overheads: {format_seconds(fixed.forward_s)} a call forward, {format_seconds(fixed.backward_s)} a "
             f"call backward, {format_seconds(fixed.step_s)} a step"
         )
+    if profile.compiled is not None:
+        print_compiled(profile, profile.compiled)
+
+
+def print_compiled(profile: ModelProfile, compiled: CompiledTimes) -> None:
+    """Print the times of the compiled model for each size, and how long it takes to pay back."""
+    echo(f"\ncompile={compiled.compilation}: compiling takes {format_seconds(compiled.compile_s)}")
+    for batch_size in compiled.batch_sizes:
+        echo(f"{batch_size.samples} samples, unpartitioned: {describe_times(batch_size)}")
+        echo(f"  {describe_repayment(profile, batch_size.samples)}")
 
 
 def layer_row(name: str, layer: LayerProfile, weight_bytes: int) -> tuple[str, ...]:
@@ -225,7 +272,13 @@ def describe_times(batch_size: BatchSizeProfile) -> str:
 
 
 def profile_workload(
-    workload: Workload, samples: list[int], threads: int, *, is_counted: bool, remeasure: bool
+    workload: Workload,
+    samples: list[int],
+    threads: int,
+    *,
+    is_counted: bool,
+    remeasure: bool,
+    compilation: Compilation | None = None,
 ) -> ModelProfile:
     """Return the profile of a job's or a script's model on its own samples."""
     from counterpoint.launchers.variables import cache_dir
@@ -241,6 +294,7 @@ def profile_workload(
         microbatch_sizes=samples,
         batch_dims=workload.options.batch_dims,
         shared=workload.options.shared,
+        compile=compilation,
         num_threads=threads,
         roofline_device=Cluster().device if is_counted else None,
         cache_dir=cache_dir(),

@@ -174,6 +174,23 @@ class Overheads:
 
 
 @dataclass(frozen=True, slots=True)
+class CompiledTimes:
+    """The times of a model whose forwards ``torch.compile`` compiles.
+
+    Args:
+        compilation: how, as in a plan.
+        compile_s: seconds that compiling the whole model takes, for one size of microbatches.
+        batch_sizes: one profile per size of microbatches, those of the model without compilation.
+        overheads: times that do not grow with the work.
+    """
+
+    compilation: str
+    compile_s: float
+    batch_sizes: tuple[BatchSizeProfile, ...]
+    overheads: Overheads = Overheads()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKey:
     """Identity of a layer.
 
@@ -222,6 +239,7 @@ class ModelProfile:
         update_s_per_byte: seconds of an update per byte of parameters.
         add_s_per_byte: seconds to add one vector to another, per byte of parameters.
         overheads: times that do not grow with the work.
+        compiled: the times of the compiled model; None if these were not measured.
     """
 
     model: str
@@ -232,6 +250,7 @@ class ModelProfile:
     update_s_per_byte: float = 0.0
     add_s_per_byte: float = 0.0
     overheads: Overheads = Overheads()
+    compiled: CompiledTimes | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -246,7 +265,33 @@ class ModelProfile:
             update_s_per_byte=factor * self.update_s_per_byte,
             add_s_per_byte=factor * self.add_s_per_byte,
             overheads=Overheads(*(factor * seconds for seconds in astuple(self.overheads))),
+            compiled=None if self.compiled is None else _scale_compiled(self.compiled, factor),
         )
+
+    def for_compilation(self, compilation: object) -> ModelProfile:
+        """Return the profile with the times of the model compiled like this, if these were measured.
+
+        Args:
+            compilation: of a plan; None to run the model eagerly.
+        """
+        if compilation is None or self.compiled is None or self.compiled.compilation != str(compilation):
+            return self
+        return replace(self, batch_sizes=self.compiled.batch_sizes, overheads=self.compiled.overheads)
+
+    def microbatches_to_repay(self, samples: int) -> float:
+        """Return how many microbatches pay back the time of compiling, on one rank; infinite if they never do.
+
+        Args:
+            samples: of a microbatch.
+        """
+        if self.compiled is None:
+            return math.inf
+        compiled = self.for_compilation(self.compiled.compilation)
+        eager_s, compiled_s = (
+            one.at_microbatch_size(samples).unpartitioned.seconds + one.overheads.forward_s + one.overheads.backward_s
+            for one in (self, compiled)
+        )
+        return math.ceil(self.compiled.compile_s / (eager_s - compiled_s)) if compiled_s < eager_s else math.inf
 
     def at_microbatch_size(self, samples: int) -> BatchSizeProfile:
         """Return the profile for microbatches of one size, interpolated linearly between measured sizes, else scaled.
@@ -291,8 +336,15 @@ class ModelProfile:
         if [layer.name for layer in layers] == [layer.name for layer in self.layers]:
             return self
         costs = [layer.cost for layer in self.layers], [layer.cost for layer in layers]
+        compiled = self.compiled
+        if compiled is not None:
+            batch_sizes = tuple(profile.redistribute(*costs) for profile in compiled.batch_sizes)
+            compiled = replace(compiled, batch_sizes=batch_sizes)
         return replace(
-            self, layers=layers, batch_sizes=tuple(profile.redistribute(*costs) for profile in self.batch_sizes)
+            self,
+            layers=layers,
+            batch_sizes=tuple(profile.redistribute(*costs) for profile in self.batch_sizes),
+            compiled=compiled,
         )
 
     def with_measured_costs(self, model: ModelSpec, samples: int) -> ModelSpec:
@@ -316,6 +368,15 @@ class ModelProfile:
             for block in model.blocks
         )
         return replace(model, blocks=tuple(blocks))
+
+
+def _scale_compiled(compiled: CompiledTimes, factor: float) -> CompiledTimes:
+    return replace(
+        compiled,
+        compile_s=factor * compiled.compile_s,
+        batch_sizes=tuple(profile.scale_seconds(factor) for profile in compiled.batch_sizes),
+        overheads=Overheads(*(factor * seconds for seconds in astuple(compiled.overheads))),
+    )
 
 
 def layer_keys(model: ModelSpec) -> tuple[LayerKey, ...]:
@@ -458,7 +519,6 @@ def load_profile(path: Path) -> ModelProfile:
 
 def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
     machine = loaded["profiled_on"]
-    points = tuple(_build_batch_size(entry) for entry in loaded["batch_sizes"])
     layers = tuple(
         LayerKey(
             str(entry["name"]),
@@ -468,14 +528,7 @@ def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
         )
         for entry in loaded["layers"]
     )
-    sizes = [profile.samples for profile in points]
-    if not points or sizes != sorted(set(sizes)) or sizes[0] < 1:
-        raise ValueError(f"its microbatch sizes are {sizes}, but must be increasing and at least 1")
-    for profile in points:
-        if len(profile.layers) != len(layers):
-            raise ValueError(
-                f"it has {len(layers)} layers, but for {profile.samples} samples {len(profile.layers)} times"
-            )
+    points, compiled = _build_batch_sizes(loaded, len(layers)), loaded.get("compiled")  # which earlier files lack
     return ModelProfile(
         model=str(loaded["model"]),
         layers=layers,
@@ -491,7 +544,30 @@ def _build_profile(loaded: dict[str, Any]) -> ModelProfile:
         update_s_per_byte=_parse_number(loaded["update_s_per_byte"]),
         add_s_per_byte=_parse_number(loaded["add_s_per_byte"]),
         overheads=_parse_fields(Overheads, loaded["overheads"]),
+        compiled=None if compiled is None else _build_compiled(compiled, len(layers)),
     )
+
+
+def _build_compiled(entry: dict[str, Any], num_layers: int) -> CompiledTimes:
+    return CompiledTimes(
+        str(entry["compilation"]),
+        _parse_number(entry["compile_s"]),
+        _build_batch_sizes(entry, num_layers),
+        _parse_fields(Overheads, entry["overheads"]),
+    )
+
+
+def _build_batch_sizes(entry: dict[str, Any], num_layers: int) -> tuple[BatchSizeProfile, ...]:
+    points = tuple(map(_build_batch_size, entry["batch_sizes"]))
+    sizes = [profile.samples for profile in points]
+    if not points or sizes != sorted(set(sizes)) or sizes[0] < 1:
+        raise ValueError(f"its microbatch sizes are {sizes}, but must be increasing and at least 1")
+    for profile in points:
+        if len(profile.layers) != num_layers:
+            raise ValueError(
+                f"it has {num_layers} layers, but for {profile.samples} samples {len(profile.layers)} times"
+            )
+    return points
 
 
 def _build_batch_size(entry: dict[str, Any]) -> BatchSizeProfile:

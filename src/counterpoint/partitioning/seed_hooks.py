@@ -6,6 +6,7 @@ that path, and so the same wherever it runs. The second call of one module in on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -107,6 +108,16 @@ class SeedHooks:
 
 def _is_seed_hook(hook: object) -> bool:
     return isinstance(hook, partial) and getattr(hook.func, "__func__", None) is vars(SeedHooks)["_enter"]
+
+
+def copy_without_seed_hooks(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a model without the hooks of its partitions, which the copy has no use for."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        hooks = vars(module)["_forward_pre_hooks"]
+        for number in [number for number, hook in hooks.items() if _is_seed_hook(hook)]:
+            del hooks[number]
+    return copied
 
 
 def no_seed(path: str) -> None:

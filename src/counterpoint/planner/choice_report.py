@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from counterpoint.model.model_profile import ModelProfile
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import (
     DATA_PARALLEL_TOLERANCE,
@@ -82,6 +84,7 @@ def explain_choice(choice: PlanChoice) -> list[str]:
     return [
         f"{format_plan(choice.plan)} was chosen: {reason}",
         *_explain_memory(choice),
+        *_explain_compilation(choice),
         *(f"{format_plan(failed.plan)} could not be tried: {failed.reason}" for failed in choice.failed_trials),
         *explain_skipped(choice.ranking),
     ]
@@ -124,6 +127,38 @@ def _explain_memory(choice: PlanChoice) -> list[str]:
         for size, ranks in ranks_by_size.items()
     )
     return [f"its ranks need {', '.join(parts)}"]
+
+
+def _explain_compilation(choice: PlanChoice) -> list[str]:
+    """Return whether compiling the model pays, if its compiled times were measured."""
+    profile = choice.problem.profile
+    if profile is None or profile.compiled is None:
+        return []
+    samples = max(1, choice.problem.batch_size // choice.plan.global_num_microbatches)
+    return [f"compile={profile.compiled.compilation}: {describe_repayment(profile, samples)}"]
+
+
+def describe_repayment(profile: ModelProfile, samples: int) -> str:
+    """Return after how many microbatches the time of compiling is paid back, as text.
+
+    Args:
+        profile: with times of the compiled model.
+        samples: of a microbatch.
+    """
+    assert profile.compiled is not None, "compiled times were measured"
+    compiled = profile.for_compilation(profile.compiled.compilation)
+    eager_s, compiled_s = (one.at_microbatch_size(samples).unpartitioned.seconds for one in (profile, compiled))
+    count = profile.microbatches_to_repay(samples)
+    times = (
+        f"forward and backward of {samples} samples take {format_seconds(compiled_s)} compiled and "
+        f"{format_seconds(eager_s)} eagerly"
+    )
+    if math.isinf(count):
+        return f"{times}, so compiling never pays"
+    compile_s = format_seconds(profile.compiled.compile_s)
+    return (
+        f"{times}; the {compile_s} of compiling are paid back after {format_number(int(count))} microbatches of a rank"
+    )
 
 
 def _predicted_reason(choice: PlanChoice) -> str:

@@ -22,6 +22,7 @@ from itertools import product
 from counterpoint.compiler.overlap import overlap
 from counterpoint.compiler.recompute import recompute
 from counterpoint.errors import PlanError
+from counterpoint.model.compilation import Compilation
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan.plan import PREFETCH_PASS, Plan
@@ -310,7 +311,7 @@ class IncrementalSimulator:
         self.profile = profile
         self.prepared_models: dict[tuple[str, int], ModelSpec] = {}
         self.models: dict[Hashable, ModelSpec] = {}
-        self.caches: dict[tuple[int, int], PlanModelCache] = {}
+        self.caches: dict[tuple[int, int, Compilation | None], PlanModelCache] = {}
         self.topologies: dict[int, TopologyKeys] = {}
         self.chunks: dict[tuple[int, Pipeline], Chunks] = {}
         self.built: dict[Plan, PlanRankPrograms | None] = {}
@@ -431,12 +432,13 @@ class IncrementalSimulator:
             self.models[key] = next(equal_models, model)
         model = self.models[key]
         samples = self.batch_size // plan.global_num_microbatches
-        if (id(model), samples) not in self.caches:
+        cache_key = id(model), samples, plan.compile
+        if cache_key not in self.caches:
             profile = fit_profile(plan, self.model, self.profile)
-            self.caches[id(model), samples] = PlanModelCache(
+            self.caches[cache_key] = PlanModelCache(
                 model, self.clusters, samples, plan.global_num_microbatches, profile
             )
-        return self.caches[id(model), samples]
+        return self.caches[cache_key]
 
     def _rank_programs(self, plan: Plan, parts: PlanParts, cache: PlanModelCache) -> list[CachedRankProgram]:
         """Return the programs of all slots of the first replica and tensor-parallel rank, building new ones."""

@@ -158,15 +158,17 @@ def partition_for_run(
 
 
 def fit_profile(plan: Plan, model: ModelSpec, profile: ModelProfile | None) -> ModelProfile | None:
-    """Return the profile for the model as a plan gets it: the given one, or else the plan's own.
+    """Return the profile for the model as a plan gets it, and compiles it: the given one, or else the plan's own.
 
     Raises:
         PlanError: the profile is of another model.
     """
     if profile is None and plan.profile is not None:
         with plan_error_at(plan.source, "profile"):
-            return plan.profile.match_to(_finest_model(plan, model))
-    return None if profile is None else profile.match_to(_finest_model(plan, model))
+            return plan.profile.match_to(_finest_model(plan, model)).for_compilation(plan.compile)
+    if profile is None:
+        return None
+    return profile.match_to(_finest_model(plan, model)).for_compilation(plan.compile)
 
 
 def model_for(plan: Plan, model: ModelSpec, samples: int, profile: ModelProfile | None = None) -> ModelSpec:

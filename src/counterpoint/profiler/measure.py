@@ -7,6 +7,7 @@ which plans without pipeline stages run, is timed in whole steps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -16,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
+from counterpoint.model.compilation import Compilation
 from counterpoint.model.model_profile import (
     BatchSizeProfile,
+    CompiledTimes,
     LayerProfile,
     ModelProfile,
     Overheads,
@@ -119,7 +122,7 @@ def measure_model(
     sizes = sorted(set(samples))
     with training_conditions(threads), preserve_loss_module(find_loss_module(target.loss)):
         harness, clock = build_harness(target, sizes[0]), device_clock(target.device)
-        overheads = measure_call_overheads(target.device, repeat_policy)
+        overheads = measure_call_overheads(target.device, repeat_policy, target.compilation)
         measured = [_measure_batch_size(harness, target, size, overheads, repeat_policy) for size in sizes]
         split_s, whole_s = _time_updates(harness, target.batches(sizes[0]), clock, repeat_policy)
         add_s = _time_grad_accumulation(list(harness.layers.store.params.values()), clock, repeat_policy)
@@ -144,13 +147,42 @@ def measure_model(
     )
 
 
-def measure_call_overheads(device: torch.device, repeat_policy: RepeatPolicy) -> Overheads:
+def measure_compiled(
+    target: ProfileTarget, *, samples: Sequence[int], threads: int, repeat_policy: RepeatPolicy
+) -> CompiledTimes:
+    """Return how long the layers of a compiled model take, and how long compiling it does without torch's caches.
+
+    Args:
+        target: what is timed; its layers are compiled.
+        samples: sizes of microbatches.
+        threads: to compute with.
+        repeat_policy: how often each size is timed.
+
+    Cost:
+        The compilation of the model and of each layer for each size, and what measuring a model costs.
+    """
+    from torch._inductor.utils import fresh_cache  # which takes a second to import
+
+    size = min(samples)
+    with fresh_cache(), training_conditions(threads), preserve_loss_module(find_loss_module(target.loss)):
+        harness, batches = build_harness(target, size), target.batches(size)
+        first_s, later_s = (time_step(harness.whole, batches, time.perf_counter) for _ in range(2))
+        compile_s = sum(astuple(first_s)) - sum(astuple(later_s))
+        measured = measure_model(target, "", samples=samples, threads=threads, repeat_policy=repeat_policy)
+    return CompiledTimes(str(target.compilation), max(compile_s, 0.0), measured.batch_sizes, measured.overheads)
+
+
+def measure_call_overheads(
+    device: torch.device, repeat_policy: RepeatPolicy, compilation: Compilation | None = None
+) -> Overheads:
     """Return the overhead of a call: by how much many layers take longer in a call each than in one."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))).to(device)
     optimizer_spec = OptimizerSpec(partial(optim.SGD, lr=0.0), dict(model.named_parameters()))
     inputs, targets = torch.zeros(1, WIDTH, device=device), torch.zeros(1, WIDTH, device=device)
-    partitioned = partition_model(model, (inputs,), granularity="blocks")
-    target = ProfileTarget(model, partitioned, partitioned.spec, F.mse_loss, optimizer_spec, (inputs, targets))
+    partitioned = partition_model(model, (inputs,), granularity="blocks", compilation=compilation)
+    target = ProfileTarget(
+        model, partitioned, partitioned.spec, F.mse_loss, optimizer_spec, (inputs, targets), compilation
+    )
     harness, batches, clock = build_harness(target, 1), target.batches(1), device_clock(device)
     repetitions = repeat_policy.repeat(
         lambda: (time_step(harness.layers, batches, clock), time_layers(harness, batches, clock))

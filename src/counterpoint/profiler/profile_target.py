@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from counterpoint.compiler.compile import compile  # noqa: A004 - read as cp.compile
 from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.fabric.local import LocalWorld
+from counterpoint.model.compilation import Compilation
 from counterpoint.model.spec import Block, ModelSpec
 from counterpoint.partitioning.partition import partition_model
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
@@ -29,6 +30,7 @@ from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import RunSpec, bind_segments, build_rank
+from counterpoint.runtime.rng.draw_sites import DrawSites, find_draw_sites
 from counterpoint.runtime.sample_layout import SamplePart, first_length
 
 NUM_MICROBATCHES = 2
@@ -46,6 +48,7 @@ class ProfileTarget:
         loss: from the model's output and the targets to the mean loss.
         optimizer_spec: of the user's optimizer.
         batch: inputs and targets of some samples, with marks where these do not lie along dim 0.
+        compilation: that the layers are compiled by; None if they run eagerly.
     """
 
     model: nn.Module
@@ -54,6 +57,7 @@ class ProfileTarget:
     loss: LossFunction
     optimizer_spec: OptimizerSpec
     batch: tuple[Any, Any]
+    compilation: Compilation | None = None
 
     def batches(self, samples: int, num_microbatches: int = NUM_MICROBATCHES) -> SlicedBatch:
         """Return microbatches of the given size, repeating the given samples if they are too few."""
@@ -70,6 +74,10 @@ class ProfileTarget:
         return SlicedBatch(
             (inputs, targets), tuple((index * samples, (index + 1) * samples) for index in range(num_microbatches))
         )
+
+    def draw_sites(self) -> DrawSites:
+        """Return where the model draws random numbers, which graphs have to know before."""
+        return find_draw_sites(self.model, as_call_args(self.batches(2, 1).inputs(0)))
 
     @property
     def device(self) -> torch.device:
@@ -108,13 +116,16 @@ def build_harness(target: ProfileTarget, samples: int) -> ProfileHarness:
         target: what is timed.
         samples: in its microbatches.
     """
-    whole = single = _whole_model(target, samples, NUM_MICROBATCHES)
-    if find_batch_norm_buffers(target.model):
-        single = _whole_model(target, samples, 1)
     blocks = tuple(Block((layer,), index) for index, layer in enumerate(target.spec.layers))
     layers, run_spec = _build_interpreter(
         target, target.partitioned, replace(target.spec, blocks=blocks, chunk_starts=()), target.model, NUM_MICROBATCHES
     )
+    if target.partitioned.compiles_blocks:
+        whole = single = layers
+    else:
+        whole = single = _whole_model(target, samples, NUM_MICROBATCHES)
+        if find_batch_norm_buffers(target.model):
+            single = _whole_model(target, samples, 1)
     model = bind_segments(run_spec, target.partitioned, _separate_blocks(len(blocks)), training=True)
     separate, split_backward = (
         SegmentExecutor(model, layers.store, layers.rng, queue, layers.batch_norm, accelerator=layers.accelerator)
@@ -126,7 +137,8 @@ def build_harness(target: ProfileTarget, samples: int) -> ProfileHarness:
 def _whole_model(target: ProfileTarget, samples: int, num_microbatches: int) -> Interpreter:
     """Return a rank that calls a copy of the unpartitioned model."""
     model = copy.deepcopy(target.model)
-    partitioned = partition_model(model, as_call_args(target.batches(samples, 1).inputs(0)), granularity="whole")
+    inputs = as_call_args(target.batches(samples, 1).inputs(0))
+    partitioned = partition_model(model, inputs, granularity="whole", compilation=target.compilation)
     return _build_interpreter(
         target, partitioned, replace(partitioned.spec, params=target.spec.params), model, num_microbatches
     )[0]
@@ -144,6 +156,7 @@ def _build_interpreter(
         StepGuard(),
         seed=0,
         unused_params="zero",
+        draw_sites=DrawSites() if target.compilation is None else target.draw_sites(),
     )
     accelerator = accelerator_for(model_device(model))
     return build_rank(

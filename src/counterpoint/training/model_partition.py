@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from counterpoint.errors import PlanError
-from counterpoint.model.compilation import parse_compilation
+from counterpoint.model.compilation import Compilation, parse_compilation
 from counterpoint.model.model_profile import ModelProfile, format_profile
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.model.spec import ADAM_STATES, ModelSpec
@@ -187,6 +187,7 @@ def finest_partition(
     inputs: Inputs,
     granularities: Sequence[PartitionGranularity],
     dims: Mapping[str, tuple[str, str]] | None = None,
+    compilation: Compilation | None = None,
 ) -> PartitionedModel:
     """Partition the model at the first of these granularities that is possible, else not at all.
 
@@ -195,10 +196,10 @@ def finest_partition(
     """
     for granularity in granularities:
         try:
-            return partition_model(model, inputs, granularity=granularity, dims=dims)
+            return partition_model(model, inputs, granularity=granularity, dims=dims, compilation=compilation)
         except PlanError:
             continue
-    return partition_model(model, inputs, granularity="whole", dims=dims)
+    return partition_model(model, inputs, granularity="whole", dims=dims, compilation=compilation)
 
 
 def use_plan_profile(plan: Plan, options: TrainingOptions) -> TrainingOptions:

@@ -13,6 +13,7 @@ from torch import nn
 from counterpoint.compiler.given_program import GivenProgram
 from counterpoint.errors import PlanError
 from counterpoint.launchers.environment import RankEnvironment
+from counterpoint.model.compilation import parse_compilation
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.model.spec import ModelSpec
@@ -275,8 +276,11 @@ class AutoStrategy:
         spec = trace_model_spec(model, optimizer_spec, inputs, options.dims, parse_precision(options.precision))
         cluster = options.cluster or Cluster()
         cluster.require_ranks(self.num_ranks)
+        profile = options.profile
+        if profile is not None:
+            profile = profile.for_compilation(parse_compilation(options.compile))
         pipeline_plans = find_pipeline_plans(
-            self.num_ranks, spec.without_tp, cluster, batch_size, DEFAULT_SYNCHRONOUS_SCHEDULES, profile=options.profile
+            self.num_ranks, spec.without_tp, cluster, batch_size, DEFAULT_SYNCHRONOUS_SCHEDULES, profile=profile
         )
         plans = (
             replace(plan, num_microbatches=self.num_microbatches or plan.num_microbatches, passes=self.passes)
@@ -286,7 +290,7 @@ class AutoStrategy:
         tolerance = (
             None if options.num_measured_plans else PREDICTED_TOLERANCE
         )  # slower predictions may be measured, too
-        return rank_and_choose(plans, PlanningProblem(spec, cluster, batch_size, options.profile), tolerance)
+        return rank_and_choose(plans, PlanningProblem(spec, cluster, batch_size, profile), tolerance)
 
 
 def make_auto_strategy(requested_plan: RequestedPlan, plan: Plan, options: TrainingOptions) -> AutoStrategy | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.errors import PlanError
 from counterpoint.launchers.machine import processor_name
+from counterpoint.model.compilation import Compilation, CompilationArgument, parse_compilation
 from counterpoint.model.model_profile import ModelProfile, layer_keys, param_sizes
 from counterpoint.model.precision import PrecisionArgument, parse_precision
 from counterpoint.optim.validation import renamed_parameters, require_counts
 from counterpoint.partitioning.dry_run import Inputs
 from counterpoint.partitioning.module_casts import cast_modules
 from counterpoint.partitioning.partitioned_model import as_call_args
+from counterpoint.partitioning.seed_hooks import copy_without_seed_hooks
 from counterpoint.profiler.cache import load_or_measure
-from counterpoint.profiler.measure import measure_model
+from counterpoint.profiler.measure import measure_compiled, measure_model
 from counterpoint.profiler.profile_target import ProfileTarget
 from counterpoint.profiler.roofline import estimate_model
 from counterpoint.profiler.timer import RepeatPolicy
@@ -56,6 +59,7 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
     microbatch_sizes: Sequence[int] = (),
     batch_dims: Mapping[str, int] | None = None,
     shared: Sequence[str] = (),
+    compile: CompilationArgument = None,  # noqa: A002 - as of a plan
     num_threads: int | None = None,
     roofline_device: Device | str | None = None,
     precision: PrecisionArgument = None,
@@ -73,6 +77,7 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
         microbatch_sizes: sizes of microbatches; by default the number of inputs, a quarter and a sixteenth of it.
         batch_dims: the dim of the samples by name, as for ``parallelize``.
         shared: the names of what belongs to all samples.
+        compile: a compilation, as of a plan, whose times are measured too, with the seconds that compiling takes.
         num_threads: to compute with; those of this process by default.
         roofline_device: a device, or the name of a cluster, as ``8xh100``, for one of its devices: operations are then
             counted and cost what they would at its roofline, and nothing is computed, so that the model may be on
@@ -100,17 +105,25 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
         require_counts(samples=microbatch_size)
     require_sample_layout(batch_dims, shared)
     inputs, targets = SampleLayout(model, batch_dims or {}, shared).mark(inputs, targets)
-    optimizer_spec = wrap_optimizer(optimizer, model, loss)
     computed_in = parse_precision(precision)
     if computed_in is not None and roofline_device is None:
         raise PlanError(
             f"precision={computed_in} was given, but profiles are measured in the model's own dtypes; omit it, or give "
             "roofline_device"
         )
+    build_target = partial(
+        build_profile_target,
+        inputs=as_call_args(inputs),
+        targets=targets,
+        loss=loss or mean_output_loss,
+        optimizer_spec=wrap_optimizer(optimizer, model, loss),
+    )
+    compilation = parse_compilation(compile)
+    compiled_target = None
+    if compilation is not None:
+        compiled_target = build_target(copy_without_seed_hooks(model), compilation=compilation)
     with cast_modules(model, computed_in):
-        target = build_profile_target(
-            model, as_call_args(inputs), targets, loss=loss or mean_output_loss, optimizer_spec=optimizer_spec
-        )
+        target = build_target(model)
     sizes = sorted(set(microbatch_sizes)) or default_microbatch_sizes(first_length(inputs), min_microbatch_size(model))
     if roofline_device is not None:
         own_device = resolve_cluster(roofline_device).device if isinstance(roofline_device, str) else roofline_device
@@ -118,14 +131,24 @@ def profile(  # noqa: PLR0913 - what is timed, and how, all by keyword
         with cast_modules(model, computed_in):
             return estimate_model(target, name or "counted", own_device, samples=sizes, precision=computed_in)
     device, threads = device_name(target.device), num_threads or torch.get_num_threads()
-    measure_profile = partial(
-        measure_model, target, device, samples=sizes, threads=threads, repeat_policy=RepeatPolicy()
-    )
+    measure_profile = partial(measure_both, target, compiled_target, device, sizes, threads)
     if cache_dir is None:
         return measure_profile()
-    return load_or_measure(
-        Path(cache_dir), profile_cache_key(target, sizes, device, threads), measure_profile, must_measure=remeasure
-    )
+    key = profile_cache_key(target, sizes, device, threads)
+    if compilation is not None:
+        key["compile"] = str(compilation)
+    return load_or_measure(Path(cache_dir), key, measure_profile, must_measure=remeasure)
+
+
+def measure_both(
+    target: ProfileTarget, compiled_target: ProfileTarget | None, device: str, sizes: Sequence[int], threads: int
+) -> ModelProfile:
+    """Return the profile of a model, with the times of the compiled one if there is any."""
+    measured = measure_model(target, device, samples=sizes, threads=threads, repeat_policy=RepeatPolicy())
+    if compiled_target is None:
+        return measured
+    compiled = measure_compiled(compiled_target, samples=sizes, threads=threads, repeat_policy=RepeatPolicy())
+    return replace(measured, compiled=compiled)
 
 
 def build_profile_target(
@@ -135,6 +158,7 @@ def build_profile_target(
     *,
     loss: LossFunction,
     optimizer_spec: OptimizerSpec,
+    compilation: Compilation | None = None,
 ) -> ProfileTarget:
     """Prepare a model for profiling, in the layers that a pipeline of it would have, if it can be partitioned at all.
 
@@ -142,7 +166,7 @@ def build_profile_target(
         PlanError: the model cannot even be called with these inputs.
     """
     sample_inputs = first_of(inputs, 0, min(first_length(inputs), MAX_TRACE_SAMPLES))
-    partition = finest_partition(model, sample_inputs, ("blocks", "tensor_parallel"))
+    partition = finest_partition(model, sample_inputs, ("blocks", "tensor_parallel"), compilation=compilation)
     return ProfileTarget(
         model,
         partition,
@@ -150,6 +174,7 @@ def build_profile_target(
         loss,
         optimizer_spec,
         (inputs, targets),
+        compilation,
     )
 
 

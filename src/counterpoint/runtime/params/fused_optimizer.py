@@ -248,7 +248,7 @@ def update_tensors(
         counts: the numbers of elements of the tensors, if they are at hand.
     """
     library = native().library
-    assert library is not None, "fused_update_dtypes has checked it"
+    assert library is not None, "find_fused_groups has checked it"
     step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
     step.counts = make_counts(map(Tensor.numel, weights)) if counts is None else counts
     step.num_parts = _ones(len(weights)) if num_parts is None else make_counts(num_parts)

@@ -538,7 +538,7 @@ class ParamStore:
         if optimizer is not None:
             self.optimizer_spec.sync_options(optimizer, self.skips)
             if self.offloaded is not None:
-                if fused_update_dtypes(optimizer) is not None:
+                if find_fused_groups(optimizer) is not None:
                     require_finite_options(optimizer)  # of all chunks, before the first one is changed
                 self.offloaded.update(units, partial(self._update_targets, optimizer, units, step))
             else:
