@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch._dynamo
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 
 @dataclass
@@ -25,7 +26,11 @@ def reset_counter():
     COUNTER.num_graphs = COUNTER.num_calls = COUNTER.num_writes = 0
     if "counting" not in torch._dynamo.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(counting, name="counting")
-        writing = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=count_writes)
+        writing = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph),
+            bw_compiler=count_writes,
+            partition_fn=min_cut_rematerialization_partition,  # inductor's, which merges equal expressions
+        )
         torch._dynamo.register_backend(writing, name="writing")
     return COUNTER
 
