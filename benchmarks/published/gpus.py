@@ -77,7 +77,7 @@ def llama_layer(*, is_compiled: bool, dtype: str) -> BlockKernels:
     rows = LLAMA["batch"] * LLAMA["context"]
     shapes = ((width, width), (width, kv), (width, kv), (width, width), *2 * ((width, hidden),), (hidden, width))
     norm, rotary, gate, add = (2, 2, 3, 2) if is_compiled else (16, 10, 5, 3)  # eager: in float32, casts in between
-    passes = rows * (2 * norm * width + rotary * (width + kv) + gate * hidden + 2 * add * width)
+    passes: float = rows * (2 * norm * width + rotary * (width + kv) + gate * hidden + 2 * add * width)
     if dtype == "fp8":  # the largest value is found, then inputs are cast
         passes += rows * 2.5 * sum(inner for inner, _ in shapes)
     pairs = 4 * LLAMA["batch"] * LLAMA["context"] ** 2 * width
@@ -303,7 +303,7 @@ def megatron_tflops(row: MegatronRow) -> float:
     )
     step = one + (row.batch // replicas - 1) * (two - one)  # all microbatches but the first take equally long
     layers, width = row.num_layers, row.width
-    flops = 96 * row.batch * SEQUENCE * layers * width**2
+    flops: float = 96 * row.batch * SEQUENCE * layers * width**2
     flops *= 1 + SEQUENCE / (6 * width) + VOCABULARY / (16 * layers * width)
     return flops / step / row.num_gpus / 1e12
 

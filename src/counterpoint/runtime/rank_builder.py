@@ -187,8 +187,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     Raises:
         PlanError: batch norm modules would have to synchronize where they cannot.
     """
-    rank = fabric.rank
-    rank_program = run_spec.program.rank_programs[rank]
+    rank, rank_program = fabric.rank, run_spec.program.rank_programs[fabric.rank]
     instructions = [one for variant in run_spec.step_variants for one in variant.program.rank_programs[rank].body]
     roles = find_unit_roles(rank, instructions, run_spec.model_spec)
     needed = {name for unit in roles for name in run_spec.model_spec.units[unit]}
