@@ -191,8 +191,8 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     instructions = [one for variant in run_spec.step_variants for one in variant.program.rank_programs[rank].body]
     roles = find_unit_roles(rank, instructions, run_spec.model_spec)
     needed = {name for unit in roles for name in run_spec.model_spec.units[unit]}
-    position = (rank_program.tp_rank, rank_program.tp_degree)
-    params = build_local_params(run_spec.model_spec, partition, model, position, needed, is_only=is_only)
+    place = (rank_program.tp_rank, rank_program.tp_degree)
+    params = build_local_params(run_spec.model_spec, partition, model, place, needed, is_only=is_only)
     store = ParamStore(
         roles,
         params,
@@ -215,9 +215,9 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     )
     if isinstance(partition, WholeModel):
         replace_params(model, params, store.params)
+    num_loss_calls = count_loss_calls(run_spec.program, [rank] if is_only else range(fabric.num_ranks))
     bound_model = replace(
-        bind_segments(run_spec, partition, instructions, training=True),
-        num_loss_calls=count_loss_calls(run_spec.program, [rank] if is_only else range(fabric.num_ranks)),
+        bind_segments(run_spec, partition, instructions, training=True), num_loss_calls=num_loss_calls
     )
     interpreter = Interpreter(
         {variant.name: lower_step(run_spec, variant, rank) for variant in run_spec.step_variants},
