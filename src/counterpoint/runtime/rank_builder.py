@@ -189,15 +189,15 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     """
     rank, rank_program = fabric.rank, run_spec.program.rank_programs[fabric.rank]
     instructions = [one for variant in run_spec.step_variants for one in variant.program.rank_programs[rank].body]
-    roles = find_unit_roles(rank, instructions, run_spec.model_spec)
-    needed = {name for unit in roles for name in run_spec.model_spec.units[unit]}
+    roles, units = find_unit_roles(rank, instructions, run_spec.model_spec), run_spec.model_spec.units
+    needed = {name for unit in roles for name in units[unit]}
     place = (rank_program.tp_rank, rank_program.tp_degree)
     params = build_local_params(run_spec.model_spec, partition, model, place, needed, is_only=is_only)
     store = ParamStore(
         roles,
         params,
         build_local_buffers(partition, model),
-        run_spec.model_spec.units,
+        units,
         run_spec.optimizer_spec,
         fabric.empty if accelerator.is_host else lambda count, dtype: accelerator.empty(count, dtype=dtype),
         find_embedding_tables(model),
@@ -206,7 +206,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         make_grad_check(run_spec, params, accelerator),
         keeps_grads=run_spec.keeps_grads,
         read_dtypes=run_spec.read_dtypes,
-        rounding=StochasticRounding(run_spec.seed, rank_program.tp_rank) if run_spec.rounds_stochastically else None,
+        rounding=StochasticRounding(run_spec.seed, place[0]) if run_spec.rounds_stochastically else None,
         reduce_dtype=run_spec.reduce_dtype,
         holds_casts=run_spec.holds_casts,
         first_values=first_values,
@@ -216,9 +216,8 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     if isinstance(partition, WholeModel):
         replace_params(model, params, store.params)
     num_loss_calls = count_loss_calls(run_spec.program, [rank] if is_only else range(fabric.num_ranks))
-    bound_model = replace(
-        bind_segments(run_spec, partition, instructions, training=True), num_loss_calls=num_loss_calls
-    )
+    bound_model = bind_segments(run_spec, partition, instructions, training=True)
+    bound_model = replace(bound_model, num_loss_calls=num_loss_calls)
     interpreter = Interpreter(
         {variant.name: lower_step(run_spec, variant, rank) for variant in run_spec.step_variants},
         model=bound_model,
