@@ -56,7 +56,7 @@ PARTS = (
     ),
     Part("throughput", 165, "benchmarks.gpu.throughput:measure"),
     Part("precision", 50, "benchmarks.gpu.precision:measure"),
-    Part("offload", 60, "benchmarks.gpu.offload:measure"),
+    Part("offload", 45, "benchmarks.gpu.offload:measure"),
     Part("host-tests", 240, "benchmarks.gpu.tests:measure_host", is_default=False),
 )
 Start = Callable[[Part, Path, float], str]

@@ -243,6 +243,8 @@ NOT_LEFT_OUT: Mapping[str, str] = {
     "runtime/commit/device_commit.py:PendingCommit.result_of wait[0]": PASSES_ON,
     "runtime/interpreter.py:Interpreter.read_reports wait[0]": PASSES_ON,
     "runtime/params/grad_check.py:_split_by_check wait[0]": PASSES_ON,
+    "runtime/params/host_targets.py:HostTargets.load wait[0]": PASSES_ON,
+    "runtime/params/host_targets.py:HostTargets.load wait[1]": PASSES_ON,
     "runtime/params/param_store.py:ParamStore.unshare wait[0]": SHARED,
     "runtime/params/shared_params.py:SparseGradExchange.read_all wait[0]": SHARED,
     "training/between_steps/rebuild_agreement.py:require_same_changes wait[0]": "finds ranks at other places",
@@ -261,6 +263,7 @@ OF_THE_HOST: Mapping[str, str] = {
     "launchers/": "processes",
     "ps/": "threads and sockets",
     "rpc/": "threads and sockets",
+    "runtime/offload/": "threads that read and write files",
     "spark/": "threads and sockets",
     "testing/": "the stand-in device itself",
 }

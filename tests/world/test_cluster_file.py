@@ -42,7 +42,7 @@ parts = st.floats(min_value=0, max_value=1, exclude_min=True)
 levels = st.lists(
     st.builds(Level, names, st.integers(1, 10**6), links, is_shared=st.booleans()), min_size=1, max_size=3
 )
-devices = st.builds(Device, rates, st.integers(1, 2**60), rates, rates, rates)
+devices = st.builds(Device, rates, st.integers(1, 2**60), rates, disk_bytes_per_s=rates, host_bytes_per_s=rates)
 fractions = st.lists(parts).map(tuple)
 slow = st.lists(st.tuples(st.just(0), st.just(0), parts), max_size=2).map(tuple)
 turns = st.none() | st.builds(TimeSlicing, st.integers(1, 10**6), fractions, st.floats(min_value=0, max_value=1e6))
