@@ -262,6 +262,72 @@ class OwnLoss(Layers):
         return BackwardOf.apply(losses.mean(), *self.change)
 
 
+class WithMeanOutOfTheGraph(Layers):
+    """Adds a zero whose gradient is that of the mean over the batch."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        mean = hidden.mean(0, keepdim=True)
+        return self.last(hidden + (mean - mean.detach()))
+
+
+class WithCentreOutOfTheGraph(Layers):
+    def forward(self, x):
+        hidden = self.first(x)
+        with torch.no_grad():
+            mean = hidden.mean(0, keepdim=True)
+        return self.last(hidden + (hidden.mean(0, keepdim=True) - mean))
+
+
+@pytest.mark.filterwarnings("ignore:.* gathers weights block by block")
+@pytest.mark.parametrize("kind", [WithMeanOutOfTheGraph, WithCentreOutOfTheGraph])
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("zero(2, level=3)", 1)])
+def test_gradients_by_a_value_of_all_samples_that_is_out_of_the_graph_are_refused(kind, strategy, num_microbatches):
+    with pytest.raises(PlanError, match=r"is not the sum of those of its samples: .* leaves out of the graph"):
+        train(kind(), features(6, 4), strategy, num_microbatches)
+    train(kind(), features(6, 4), "solo", 1)
+
+
+def scaled_by_its_value(output, targets):
+    loss = F.mse_loss(output, targets)
+    return loss / loss.detach()
+
+
+def balanced_by_values(output, targets):
+    first, second = F.mse_loss(output, targets), output.abs().mean()
+    return first + second * (first.detach() / second.detach())
+
+
+def scaled_by_a_number(output, targets):
+    loss = F.mse_loss(output, targets)
+    return loss / loss.item()
+
+
+@pytest.mark.parametrize("loss", [scaled_by_its_value, balanced_by_values, scaled_by_a_number])
+@pytest.mark.parametrize(
+    ("strategy", "num_microbatches"), [("solo", 2), ("solo", 6), ("data(2)", 1), ("pipeline(2)", 2)]
+)
+def test_gradients_of_a_loss_that_are_not_those_of_its_parts_are_refused(loss, strategy, num_microbatches):
+    """Its values add up: they are 1, or twice the first part."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with pytest.raises(DataError, match=r"the gradients of the loss at microbatch . are not those of its parts"):
+        train(model, features(6, 4), strategy, num_microbatches, loss=loss)
+    train(model, features(6, 4), "solo", 1, loss=loss)
+
+
+def focal(output, targets):
+    """The mean over samples of losses with weights that are out of the graph."""
+    each = (output - targets).square().mean(1)
+    return (each * each.detach().exp()).mean()
+
+
+def test_weights_of_samples_out_of_the_graph_are_a_loops():
+    expected = train(Independent(), features(6, 4), "solo", 1, loss=focal)
+    for num_microbatches in (2, 3, 6):
+        loss = train(Independent(), features(6, 4), "solo", num_microbatches, loss=focal)
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
 def ignore_the_argument(grad):
     return torch.ones_like(grad)
 

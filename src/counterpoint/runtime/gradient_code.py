@@ -21,16 +21,24 @@ COMPUTE_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.b
 """Not those with 8 bits, of which only factors of products are rounded."""
 
 
+DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+DETACHED = "a value that it leaves out of the graph (detach(), torch.no_grad())"
+
+
 class GradientCodeDetector(TorchFunctionMode):
     """Finds what computes gradients in Python while a model runs: custom autograd functions and hooks on gradients.
+
+    Args:
+        finds_detached: whether it finds values that are left out of the graph, too.
 
     Attributes:
         names: what was found, for errors.
         eps: the largest relative rounding error of a dtype in which the model computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, finds_detached: bool = False) -> None:
         super().__init__()
+        self.finds_detached = finds_detached
         self.names: list[str] = []
         self.eps = 0.0
 
@@ -44,6 +52,9 @@ class GradientCodeDetector(TorchFunctionMode):
         """Call the function."""
         if func is Tensor.register_hook and "a hook on a gradient" not in self.names:
             self.names.append("a hook on a gradient")
+        is_detached = func in DETACHING or (func is torch._C._set_grad_enabled and args[:1] == (False,))  # noqa: SLF001
+        if self.finds_detached and is_detached and DETACHED not in self.names:
+            self.names.append(DETACHED)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dtype in COMPUTE_DTYPES:
             self.eps = max(self.eps, torch.finfo(result.dtype).eps)

@@ -291,11 +291,11 @@ def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_
         for name, param in model.named_parameters()
         if param.requires_grad and not param._backward_hooks  # noqa: SLF001 - there is no other way to see them
     }
-    detector, found, is_proportional = GradientCodeDetector(), None, True
+    detector, found, is_proportional = GradientCodeDetector(finds_detached=True), None, True
     # training raises it again, with its location
     with suppress(Exception), _training_without_draws(model), torch.enable_grad(), detector:
         found, is_proportional = _compare_gradients(model, inputs, params, detector)
-    scalars = GradientCodeDetector()
+    scalars = GradientCodeDetector(finds_detached=True)
     if found is None:
         with suppress(Exception), _training_without_draws(model), torch.enable_grad(), scalars:
             found, is_in_proportion = _compare_scalar_gradients(model, inputs, params, scalars)

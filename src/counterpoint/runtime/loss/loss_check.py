@@ -93,6 +93,8 @@ OTHER_REMEDY = (
     "pass loss_reduction='batch', which evaluates it once on the outputs of the whole batch, or cross_sample='accept' "
     "if each microbatch may be a batch of its own"
 )
+MAX_DIFFERENTIATED = 8
+"""Samples whose gradients are compared with those of parts, so that those of all logits are not held once more."""
 SUMS_REMEDY = (
     "return a mean over the samples; other losses are those of the whole batch with cp.Trainer or cp.parallelize, "
     "which have the option loss_reduction"
@@ -290,6 +292,7 @@ class LossCheck:
         self.single: LossSamples | None = None  # a microbatch of one sample
         self.new_values = NewValues()
         self.has_checked_gradients = False
+        self.has_compared_gradients = False  # of parts with those of the whole
 
     def is_due(self, step: int, targets: Any, num_samples: int, weight: Tensor | float | None) -> bool:  # noqa: ANN401
         """Return whether it is time to check the loss of a microbatch.
@@ -344,6 +347,7 @@ class LossCheck:
                     self._check_parts(loss_function, step, samples, float(value), total)
                 with state.restored(changed), torch.enable_grad():
                     self._require_proportional_gradients(loss_function, samples)
+                    self._require_gradients_of_parts(loss_function, samples)
 
         _run_without_gradients(check)
 
@@ -669,6 +673,60 @@ class LossCheck:
                 f"of 1, because of {' or '.join(detector.names)}, but a plan multiplies the loss of a part with its "
                 "share of the batch; let backward(ctx, grad_output) multiply what it returns with grad_output, and "
                 "hooks not clamp or normalize, or train with one microbatch on one rank"
+            )
+
+    def _require_gradients_of_parts(self, loss_function: LossFunction, samples: LossSamples) -> None:
+        """Check, once, that the gradients of a few samples are those of two parts of them, each times its share.
+
+        Losses that add up may have others: ``a / a.detach()`` is 1 for any samples.
+
+        Args:
+            loss_function: the user's, with the parameters of this step.
+            samples: from which it is computed.
+
+        Raises:
+            DataError: they are not.
+        """
+        is_known = self.next_step != math.inf and samples.are_along_dim_0 and not samples.has_plain_list
+        if self.has_compared_gradients or not is_known:
+            return
+        self.has_compared_gradients = True
+
+        def differentiate(part: LossSamples) -> tuple[list[Tensor | None], float, torch.dtype]:
+            """Return the gradients of the outputs, the weight of the loss, and its dtype."""
+            output = tree_map(_as_leaf, part.output)
+            leaves = [leaf for leaf in tensor_leaves(output) if leaf.requires_grad]
+            loss = compute_mean_loss(loss_function, output, part.targets, part.what, is_whole=True, is_sum=self.is_sum)
+            grads = torch.autograd.grad(loss.mean, leaves, allow_unused=True)
+            weight = float(part.num_samples if loss.weight is None else loss.weight)
+            return [*grads], 1.0 if self.is_sum else weight, loss.mean.dtype
+
+        try:  # a loss need not take another number of samples
+            few = samples.take(0, min(MAX_DIFFERENTIATED, samples.num_samples), cuts_lists=False)
+            few = few if few.num_samples > 1 else few.join(few.halve(), cuts_lists=False)
+            middle = few.num_samples // 2
+            grads, weight, dtype = differentiate(few)
+            halves = [
+                differentiate(few.take(start, stop, cuts_lists=False))
+                for start, stop in ((0, middle), (middle, few.num_samples))
+            ]
+        except Exception:  # noqa: BLE001 - as above; what the loss cannot do at all ends the step itself
+            return
+        parts = [
+            [None if grad is None else grad * (own / (1.0 if self.is_sum else weight)) for grad in of_half]
+            for of_half, own, _ in halves
+            if self.is_sum or own
+        ]
+        if len(parts) < 2:
+            return
+        sums = [None if one is None or two is None else torch.cat([one, two]) for one, two in zip(*parts, strict=True)]
+        error = max(gradient_errors(grads, sums, torch.finfo(dtype).eps), default=0.0)
+        if error:
+            raise DataError(
+                f"the gradients of the loss at {samples.what} are not those of its parts: for {few.num_samples} "
+                f"samples they differ by {error:.1e} of the largest value from those of two halves, each times its "
+                "share, as where a value of all samples is left out of the graph by detach(), item() or "
+                f"torch.no_grad(); compute it from each sample alone; {self.remedy or OTHER_REMEDY}"
             )
 
     def _losses_of_parts(
