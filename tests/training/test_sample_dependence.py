@@ -315,6 +315,19 @@ def test_gradients_of_a_loss_that_are_not_those_of_its_parts_are_refused(loss, s
     train(model, features(6, 4), "solo", 1, loss=loss)
 
 
+def shrink_targets(output, targets):
+    return F.mse_loss(output, targets.mul_(0.9))
+
+
+def test_targets_that_a_loss_changes_in_place_are_refused_where_ranks_share_them():
+    """The second rank of tensor parallelism would shrink them again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with pytest.raises(DataError, match="the loss changes its targets or the output in place"):
+        train(model, features(6, 4), "tensor(2)", 1, loss=shrink_targets)
+    expected = train(Independent(), features(6, 4), "solo", 1, loss=shrink_targets)
+    assert train(Independent(), features(6, 4), "data(2)", 1, loss=shrink_targets) == pytest.approx(expected, rel=1e-5)
+
+
 def focal(output, targets):
     """The mean over samples of losses with weights that are out of the graph."""
     each = (output - targets).square().mean(1)

@@ -117,6 +117,13 @@ def values_freed_by_backward(segments: Mapping[tuple[int, int], Segment]) -> dic
 OptionalGrads = list["Tensor | None"]
 
 
+CHANGED_TARGETS = (
+    "the loss changes its targets or the output in place ({what}), but several ranks of this process compute it from "
+    "the same tensors, and each would change them again; change a copy, as by targets * 0.9 instead of "
+    "targets.mul_(0.9), or train with one rank in each process"
+)
+
+
 class SegmentExecutor:
     """Runs the compute instructions of one rank.
 
@@ -562,7 +569,8 @@ class SegmentExecutor:
         with self.autocast(micro):
             self.rng.begin_loss(seeds=self.model.uses_rng)
             loss_function = self.loss_function()
-            version = 0 if self.loss_check is None else count_in_place_changes(output, targets)
+            is_shared = is_whole and model.num_loss_calls > 1  # by ranks of this process
+            version = count_in_place_changes(output, targets) if self.loss_check is not None or is_shared else 0
             loss, loss_weight, parts = compute_mean_loss(
                 loss_function,
                 output,
@@ -573,13 +581,14 @@ class SegmentExecutor:
                 is_sum=model.loss_is_sum,
                 random_functions=self.rng.functions,
             )
-            if (
-                self.loss_check is not None
-                and torch.is_grad_enabled()
-                and count_in_place_changes(output, targets) == version  # or it cannot be computed again
-            ):
+            is_changed = (self.loss_check is not None or is_shared) and (
+                count_in_place_changes(output, targets) != version
+            )
+            if is_shared and is_changed:
+                raise DataError(CHANGED_TARGETS.format(what=what))
+            if self.loss_check is not None and torch.is_grad_enabled() and not is_changed:
                 step = self.step_and_micro(micro)[0]
-                if is_whole and model.num_loss_calls > 1:
+                if is_shared:
                     self.loss_check.check_state(loss_function, step, LossSamples(output, targets, size, what))
                 elif not is_whole and self.loss_check.is_due(step, targets, size, loss_weight):
                     self.loss_check.check(loss_function, step, output, targets, loss.detach(), size, what)

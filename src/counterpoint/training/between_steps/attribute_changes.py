@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import reprlib
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
@@ -39,10 +40,13 @@ class AttributeCheck:
 
     def watch(self, model: nn.Module, *, is_traced: bool) -> None:
         """Compare the attributes of a model with their present values from now on."""
+        arrays = [*_arrays_of(model)]
         self.watched = [value.copy() for value in _plain_values(model)]
+        self.watched += [value.copy() for value in arrays if isinstance(value.value, np.ndarray)]
         self.tensors = [
-            (value, -1 if is_traced else value.value._version)  # type: ignore[attr-defined] # noqa: SLF001 - there is no other way to see changes
-            for value in _tensor_attributes(model)
+            (value, -1 if is_traced else value.value._version)  # noqa: SLF001 - there is no other way to see changes
+            for value in arrays
+            if isinstance(value.value, Tensor)
         ]
         if is_traced:
             self.watched += [value.copy() for value in _values_of_code(model)]
@@ -126,8 +130,8 @@ class WatchedValue:
     """
 
     name: str
-    holder: Mapping[str, Any]
-    key: str
+    holder: Mapping[Any, Any]
+    key: Any
     value: object
 
     def read(self) -> object:
@@ -136,6 +140,8 @@ class WatchedValue:
 
     def copy(self) -> WatchedValue:
         """Return the same with a copy of a collection, which is then compared by its entries."""
+        if isinstance(self.value, np.ndarray):
+            return replace(self, value=self.value.copy())
         if not isinstance(self.value, _COLLECTIONS):
             return self
         return replace(self, value=copy.copy(self.value) if self.key in _HOOKS else copy.deepcopy(self.value))
@@ -145,6 +151,9 @@ class WatchedValue:
         current = self.holder.get(self.key)
         if current is self.value:
             return False
+        if isinstance(current, np.ndarray) and isinstance(self.value, np.ndarray):
+            is_alike = (current.dtype, current.shape) == (self.value.dtype, self.value.shape)
+            return not is_alike or current.tobytes() != self.value.tobytes()
         return type(current) is not type(self.value) or isinstance(current, Tensor) or bool(current != self.value)
 
 
@@ -154,6 +163,9 @@ FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _LIBRARIES = frozenset({"torch", "counterpoint", "builtins", "typing", "abc"})
 _LIBRARY_DIRS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REGISTRIES = frozenset(vars(nn.Module()))  # of parameters, buffers, modules and hooks
+_MAX_DEPTH = 3  # of collections and objects in each other, in which arrays are looked for
+_MAX_NUMBERS = 10_000  # of an array of numpy that is compared in every step
 _MAX_ENTRIES = 1000  # of a collection that is compared in every step
 
 
@@ -200,12 +212,34 @@ def _has_attributes(value: object) -> bool:
     )
 
 
-def _tensor_attributes(model: nn.Module) -> Iterator[WatchedValue]:
-    """Yield the attributes that are tensors, and no parameters or buffers."""
+def _arrays_of(model: nn.Module) -> Iterator[WatchedValue]:
+    """Yield tensors that are no parameters or buffers, and arrays of numpy, in attributes and in what these hold."""
     for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and not value.requires_grad:
-                yield WatchedValue(f"{path}.{key}".lstrip(".") + " of the model", vars(module), key, value)
+        own = {key: value for key, value in vars(module).items() if key not in _REGISTRIES}
+        for watched in _arrays_in(path, own, _MAX_DEPTH):
+            holder = vars(module) if watched.holder is own else watched.holder
+            yield replace(watched, name=f"{watched.name.lstrip('.')} of the model", holder=holder)
+
+
+def _arrays_in(path: str, holder: Mapping[Any, Any], depth: int) -> Iterator[WatchedValue]:
+    for key, value in holder.items():
+        name = f"{path}[{key!r}]" if isinstance(holder, ListEntries) or not isinstance(key, str) else f"{path}.{key}"
+        if isinstance(value, Tensor | np.ndarray):
+            is_param = isinstance(value, Tensor) and value.requires_grad
+            is_large = isinstance(value, np.ndarray) and value.size > _MAX_NUMBERS
+            if not is_param and not is_large:
+                yield WatchedValue(name, holder, key, value)
+        elif depth and (entries := _entries_of(value)) is not None:
+            yield from _arrays_in(name, entries, depth - 1)
+
+
+def _entries_of(value: object) -> Mapping[Any, Any] | None:
+    """Return what a collection or an object of the user's holds; None for another value."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list | tuple):
+        return ListEntries(value)
+    return vars(value) if _has_attributes(value) else None
 
 
 def _values_of_code(model: nn.Module) -> Iterator[WatchedValue]:
@@ -222,6 +256,7 @@ def _values_of_code(model: nn.Module) -> Iterator[WatchedValue]:
                 yield WatchedValue(f"{kind.__qualname__}.{key}", vars(kind), key, value)
     seen: set[tuple[int, str]] = set()
     for function in _functions_of(functions):
+        yield from _defaults_of(function)
         for name, holder, key in _names_of(function):
             value = holder[key]
             if (id(holder), key) in seen:
@@ -231,6 +266,15 @@ def _values_of_code(model: nn.Module) -> Iterator[WatchedValue]:
                 yield WatchedValue(name, holder, key, value)
             elif _has_attributes(value) and not isinstance(value, ModuleType):
                 yield from _plain_parts(name, value)
+
+
+def _defaults_of(function: FunctionType) -> Iterator[WatchedValue]:
+    """Yield the collections among the default arguments of a function, which code may change in place."""
+    name = f"a default argument of {function.__qualname__}"
+    for holder in (ListEntries(function.__defaults__ or ()), function.__kwdefaults__ or {}):
+        for key, value in holder.items():
+            if isinstance(value, _COLLECTIONS) and _is_plain(value):
+                yield WatchedValue(name, holder, key, value)
 
 
 def _functions_of(values: Iterable[object]) -> list[FunctionType]:
@@ -259,6 +303,35 @@ def _names_of(function: FunctionType) -> Iterator[tuple[str, Mapping[str, Any], 
     variables = ClosureVariables(function)
     for key in variables:
         yield f"the variable {key} of {function.__qualname__}", variables, key
+
+
+class ListEntries(Mapping[int, Any]):
+    """The entries of a list or tuple, by index.
+
+    Args:
+        values: the list.
+
+    Example:
+        >>> values = ["a"]
+        >>> entries = ListEntries(values)
+        >>> values.append("b")
+        >>> dict(entries), entries.get(2)
+        ({0: 'a', 1: 'b'}, None)
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values_by_index = values
+
+    def __getitem__(self, index: int) -> Any:  # noqa: ANN401 - of any type
+        if not 0 <= index < len(self):
+            raise KeyError(index)
+        return self.values_by_index[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.values_by_index)
 
 
 class ClosureVariables(Mapping[str, Any]):
