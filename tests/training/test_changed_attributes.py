@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,6 +101,54 @@ def change_object(model):
 
 def replace_tensor(model):
     model.weights = model.weights * 2
+
+
+class Tables(Configuration):
+    def __init__(self):
+        super().__init__()
+        self.table = [np.ones(3)]
+
+
+class Held(Net):
+    config: Tables
+
+    """Multiplies by arrays that are held by lists, objects and default arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = {"tensors": [torch.ones(3)]}
+        self.config = Tables()
+
+    def forward(self, x, factors=[1.0]):  # noqa: B006 - which a user may change
+        output = super().forward(x) * self.held["tensors"][0] * torch.from_numpy(self.config.table[0])
+        return output * factors[0]
+
+
+def change_held_tensor(model):
+    model.held["tensors"][0].mul_(2)
+
+
+def change_held_array(model):
+    model.config.table[0][:] *= 2
+
+
+def change_default(model):
+    type(model).forward.__defaults__[0][0] *= 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "text"),
+    [
+        ("data(2)", change_held_tensor, r"held.tensors\[0\] of the model was changed in place"),
+        ("data(2)", change_held_array, r"config.table\[0\] of the model was changed from array"),
+        ("zero3(2)", change_held_array, r"config.table\[0\] of the model was changed from array"),
+        ("zero3(2)", change_default, r"a default argument of Held.forward was changed from \[.*\] to \[.*\]"),
+    ],
+)
+def test_a_change_in_what_attributes_hold_is_refused_where_ranks_would_not_see_it(plan, change, text):
+    torch.manual_seed(0)
+    with pytest.raises(DataError, match=f"^{text}"):
+        train(Held().double(), plan, change)
 
 
 def add_hook(model):

@@ -366,10 +366,12 @@ def _illegal_splits(
 ) -> set[int]:
     """Return where no split is possible.
 
-    Between a seed and its last draw, among values that share memory, and among uses of a buffer that is changed.
+    Between a seed and its last draw, between a tuple and its elements, among values that share memory, and among uses
+    of a buffer that is changed.
     """
     index_of = {node: index for index, node in enumerate(order)}
     illegal = {index for node, _, last in seeds for index in range(index_of[node] + 1, index_of[last] + 1)}
+    illegal |= {index for index, node in enumerate(order) if node.target is operator.getitem}  # they follow it
     illegal |= {
         index
         for indices in _uses_of_changed_buffers(traced, dataflow, order)
