@@ -9,6 +9,7 @@ from counterpoint.runtime.malloc import (
     MALLOPT_PARAMETERS,
     MMAP_SEPARATELY,
     RETAIN_FREED,
+    RETURN_AT_ONCE,
     RETURN_FREED,
     MallocHeap,
     heap_of_process,
@@ -98,11 +99,27 @@ def test_memory_is_retained_from_the_second_step_until_weights_are_exported():
 
 
 @GLIBC
-def test_a_run_without_the_option_changes_nothing():
-    before = num_holders()
+def test_a_run_without_the_option_returns_large_blocks_at_once_until_it_is_closed():
+    before, heap = num_holders(), heap_of_process()
+    assert heap is not None, "this is glibc"
     with build_local_ranks("data(2)", retain_freed_memory=False) as local_ranks:
         local_ranks.step(0, make_batch(local_ranks.global_num_microbatches))
-        assert num_holders() == before
+        assert (num_holders(), heap.num_returning) == (before, 1)
+    local_ranks.close()
+    assert heap.num_returning == 0
+
+
+def test_large_blocks_are_mapped_separately_where_no_run_retains_memory():
+    values, heap = recording_heap()
+    heap.return_at_once()
+    with heap.mmap_separately():
+        pass
+    assert {name: values[MALLOPT_PARAMETERS[name]] for name in RETURN_AT_ONCE} == RETURN_AT_ONCE
+    heap.retain()
+    heap.restore()
+    assert values[MALLOPT_PARAMETERS["M_MMAP_THRESHOLD"]] == RETURN_AT_ONCE["M_MMAP_THRESHOLD"]
+    heap.end_return()
+    assert values == RETURNED
 
 
 @GLIBC

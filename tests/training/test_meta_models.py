@@ -262,3 +262,20 @@ def test_files_of_another_model_are_refused_by_name(changes, message, tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         materialize(on_meta(tied), weights=tmp_path)
+
+
+def test_shards_of_gradients_stay_in_one_place_and_gradients_that_were_read_do_not_change():
+    step = cp.parallelize(layers().double(), SGD, nn.functional.mse_loss, strategy="zero(2, level=2)")
+    with step:
+        step(*batch())
+        store = step.local_ranks.ranks[0].interpreter.store
+        first, read = shard_places(store), step.gradients()
+        kept = {name: grad.clone() for name, grad in read.items()}
+        step(*batch())
+        assert shard_places(store) == first
+        assert all(torch.equal(read[name], grad) for name, grad in kept.items())
+
+
+def shard_places(store):
+    shards = [storage.own_grads.shard for storage in store.flat_params()]
+    return [shard.data_ptr() for shard in shards if shard is not None]

@@ -94,7 +94,9 @@ def gather_grads(shard_map: ShardMap, ranks: Collection[RankRuntime], fabric: Fa
     """Return the gradients of the last step by parameter, without those that have none; collective as above."""
     slices = [part for rank in ranks for part in collect_grads(shard_map, rank)]
     joined = join_shards(shard_map, gather_slices(slices, fabric))
-    return {name.removeprefix("grad:"): grad for name, grad in joined.items()}
+    own = {part.tensor.untyped_storage().data_ptr() for part in slices}  # which the next step writes to
+    grads = {name: one.clone() if one.untyped_storage().data_ptr() in own else one for name, one in joined.items()}
+    return {name.removeprefix("grad:"): grad for name, grad in grads.items()}
 
 
 def gather_grad_norms(shard_map: ShardMap, ranks: Collection[RankRuntime], fabric: Fabric | None) -> dict[str, float]:

@@ -21,6 +21,8 @@ RETURN_FREED = {"M_MMAP_MAX": 65_536, "M_MMAP_THRESHOLD": 32 << 20, "M_TRIM_THRE
 """The values that glibc's dynamic thresholds reach after a block of 32 MiB was freed, as in any training process."""
 MMAP_SEPARATELY = {"M_MMAP_MAX": 65_536, "M_MMAP_THRESHOLD": 64 << 10}
 """Blocks of 64 KiB and more are mapped separately."""
+RETURN_AT_ONCE = {"M_MMAP_MAX": 65_536, "M_MMAP_THRESHOLD": 1 << 20}
+"""Blocks of 1 MiB and more are mapped separately, so that a process has no more of them than it uses."""
 
 
 class MallocHeap:
@@ -34,6 +36,7 @@ class MallocHeap:
     def __init__(self, tune: Callable[[int, int], object], trim: Callable[[], object]) -> None:
         self._tune, self._trim = tune, trim
         self.num_holders = 0  # trainings in progress, of which there may be several
+        self.num_returning = 0  # those that want freed memory to be returned at once
 
     def retain(self) -> None:
         """Keep freed memory in the process until the caller calls :meth:`restore`."""
@@ -46,8 +49,23 @@ class MallocHeap:
         """Return freed memory to the kernel again, retained memory at once, unless another caller still retains it."""
         self.num_holders -= 1
         if self.num_holders == 0:
-            self._set(RETURN_FREED)
+            self._set(self._between())
             self._trim()
+
+    def return_at_once(self) -> None:
+        """Return large blocks when they are freed, until :meth:`end_return`, unless another caller retains memory."""
+        self.num_returning += 1
+        if self.num_holders == 0:
+            self._set(RETURN_AT_ONCE)
+
+    def end_return(self) -> None:
+        """Treat large blocks as others again, unless another caller wants them to be returned."""
+        self.num_returning -= 1
+        if self.num_holders == 0:
+            self._set(self._between())
+
+    def _between(self) -> Mapping[str, int]:
+        return RETURN_AT_ONCE if self.num_returning else RETURN_FREED
 
     @contextmanager
     def mmap_separately(self) -> Iterator[None]:
@@ -59,7 +77,7 @@ class MallocHeap:
         try:
             yield
         finally:
-            self._set(RETAIN_FREED if self.num_holders else RETURN_FREED)
+            self._set(RETAIN_FREED if self.num_holders else self._between())
 
     def _set(self, values: Mapping[str, int]) -> None:
         for name, value in values.items():

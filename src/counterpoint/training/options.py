@@ -114,7 +114,8 @@ class TrainingOptions:
             that are batches of their own.
         profile: measured times of the model's layers, by which stages are balanced and ``auto`` chooses; the same on
             all ranks. Without it, counted FLOPs are used.
-        retain_freed_memory: whether memory that a step frees stays with the process for the next one; glibc only.
+        retain_freed_memory: whether memory that a step frees stays with the process for the next one, which is faster;
+            otherwise large blocks are returned at once, and a process has no more memory than it uses. glibc only.
         num_measured_plans: under ``auto``, how many of the plans that are predicted to be fastest are measured for some
             steps before the first one, in addition to data parallelism; the fastest is used. They train copies of the
             model, on the first batch, without side effects. 0 measures none.

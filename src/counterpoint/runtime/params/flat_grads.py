@@ -15,6 +15,7 @@ completes it, and a reduce-scatter leaves (2). The other storage is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -151,6 +152,8 @@ class FlatGrads(GradStorage):
         self.flat: Tensor | None = None  # (1)
         self.shard: Tensor | None = None  # (2)
         self.shard_start = 0  # its first element
+        self.shard_memory: Tensor | None = None  # of (2) in every step, if it stays until the next one
+        self.shard_allocator: Callable[[], AbstractContextManager[None]] | None = None  # None if it does not stay
         self.rows = rows  # (3)
         self.filled_names: set[str] = set()  # parameters whose slot in the flat gradient is valid
         self.tables = rows.slots
@@ -346,8 +349,21 @@ class FlatGrads(GradStorage):
         if self.shard is None:
             self.rows.clear()
         elif self.flat is not None:
-            self.shard = self.shard.clone()
+            self.shard = self.copy_shard(self.shard)
         self.flat = None
+
+    def copy_shard(self, shard: Tensor) -> Tensor:
+        """Return a copy of a shard; in the same memory in every step, if it stays until the next one.
+
+        Otherwise shards that stay would lie between the gradients of the other units, which do not, so that these leave
+        holes behind, and a process has more memory than it uses.
+        """
+        if self.shard_allocator is None:
+            return shard.clone()
+        if self.shard_memory is None or self.shard_memory.shape != shard.shape:
+            with self.shard_allocator():
+                self.shard_memory = torch.empty_like(shard)
+        return self.shard_memory.copy_(shard)
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -264,7 +264,7 @@ class ParamStore:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.params, self.offloaded = dict(params), offloaded
-        self.accelerator = accelerator
+        self.accelerator, self.state_allocator = accelerator, state_allocator
         self.host_targets: dict[tuple[Unit, ...], HostTargets] = {}  # of a device, by the units of an optimizer
         self.read_dtypes, self.rounding, self.reduce_dtype = read_dtypes, rounding, reduce_dtype
         self.holds_casts = holds_casts
@@ -294,7 +294,6 @@ class ParamStore:
         self.weight_versions: WeightVersions | None = None
         if num_weight_versions > 1:
             self.weight_versions = WeightVersions(self.params, list(self.flat_params()), num_weight_versions)
-        self.state_allocator = state_allocator
         self.flat_sinks, self.param_sinks = self._find_flat_sinks(), self._find_param_sinks()
         self.clear_grads()  # of steps before
 
@@ -432,6 +431,8 @@ class ParamStore:
             FlatParams(layout, params, shard, self.allocate, self.sparse_names, self.grad_check, first_values)
             for layout, shard in zip(layouts, shards, strict=True)
         ]
+        for storage in flat_params if self.keeps_grads else ():
+            storage.own_grads.shard_allocator = self.state_allocator
         params = {**params, **{name: param for storage in flat_params for name, param in storage.params.items()}}
         self.params.update(params)
         return UnitParams(unit, role, params, flat_params)

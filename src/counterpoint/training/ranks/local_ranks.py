@@ -307,9 +307,11 @@ class LocalRanks:
         if self.compiled is None or self.changes is None:
             require_no_autocast(self.precision)
             self.stale_weights.unmark()
+            self.retained_memory.begin()
             self.shared_model.find_partners()
             memory = self.device_memory(inputs, num_samples)
             with (
+                self.retained_memory.mmap_separately(),  # or what is built, and stays, would leave holes between it
                 self.cast_modules(),
                 run_eagerly(self.model),
                 explain_full_device(self.accelerator, memory.describe, "before the first step"),

@@ -20,24 +20,30 @@ class RetainedMemory:
     """Keeps freed memory in the process while a run trains, unless the user has configured the allocator.
 
     Args:
-        enabled: whether the run wants it.
+        enabled: whether the run wants it; otherwise large blocks are returned to the system as soon as they are freed.
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self._heap = heap_of_process() if enabled and not allocator_variables() else None
+        self._heap = None if allocator_variables() else heap_of_process()
+        self._is_enabled = enabled
         self._is_on = False
 
+    def begin(self) -> None:
+        """Return large blocks from now on, before ranks are built, if freed memory is not to be kept."""
+        if not self._is_enabled:
+            self.start()
+
     def start(self) -> None:
-        """Keep freed memory from now on."""
+        """Keep freed memory from now on, or return it at once."""
         if self._heap is not None and not self._is_on:
             self._is_on = True
-            self._heap.retain()
+            (self._heap.retain if self._is_enabled else self._heap.return_at_once)()
 
     def stop(self) -> None:
-        """Return freed memory to the system again, unless another run of this process keeps it."""
+        """Return freed memory to the system as usual again, unless another run of this process keeps it."""
         if self._heap is not None and self._is_on:
             self._is_on = False
-            self._heap.restore()
+            (self._heap.restore if self._is_enabled else self._heap.end_return)()
 
     def mmap_separately(self) -> AbstractContextManager[None]:
         """Return a context in which memory is mapped separately, for allocations that live as long as the run."""
