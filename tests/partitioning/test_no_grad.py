@@ -22,7 +22,7 @@ class Twice(nn.Module):
         return self.layers(x) + first
 
 
-@pytest.mark.parametrize("strategy", ["zero(2, level=3)", "pipeline(2)", "tensor(2)"])
+@pytest.mark.parametrize("strategy", ["zero(2, level=3)", "pipeline(2)"])
 def test_a_layer_that_also_runs_without_gradients_is_trained_as_in_a_loop(strategy):
     draw = torch.Generator().manual_seed(1)
     inputs, targets = (torch.randn(8, width, generator=draw, dtype=torch.float64) for width in (4, 4))
