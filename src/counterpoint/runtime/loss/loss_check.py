@@ -712,13 +712,13 @@ class LossCheck:
             ]
         except Exception:  # noqa: BLE001 - as above; what the loss cannot do at all ends the step itself
             return
+        weights = [own for _, own, _ in halves]
+        if not self.is_sum and not (all(weights) and math.isclose(sum(weights), weight, rel_tol=1e-6)):
+            return  # means of different kinds, which have no common mean
         parts = [
-            [None if grad is None else grad * (own / (1.0 if self.is_sum else weight)) for grad in of_half]
-            for of_half, own, _ in halves
-            if self.is_sum or own
+            [None if grad is None else grad * (own / weight) for grad in of_half]
+            for (of_half, _, _), own in zip(halves, weights, strict=True)
         ]
-        if len(parts) < 2:
-            return
         sums = [None if one is None or two is None else torch.cat([one, two]) for one, two in zip(*parts, strict=True)]
         error = max(gradient_errors(grads, sums, torch.finfo(dtype).eps), default=0.0)
         if error:
