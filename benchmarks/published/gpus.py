@@ -216,7 +216,7 @@ def torchtitan_ratio_table() -> FigureTable:
     return FigureTable(
         "What changes torchtitan's rate",
         "The same tables: one figure divided by another.",
-        "The same programs: what is unknown of a card matters less, as it is in both.",
+        "The same programs. Unknown properties of a card affect both rates of a ratio, and cancel in part.",
         ("change",),
         tuple(rows),
         within=0.1,
