@@ -27,6 +27,8 @@ def staged(fabric):
     tensors = [summed, shares[BOUNDS[fabric.rank] : BOUNDS[fabric.rank + 1]], whole, root, received, values]
     assert {tensor.device.type for tensor in tensors} == {device.type}
     assert number.device.type == "cpu"
+    # rank 0 serves the store over which the others connect: it must not end before they have
+    fabric.all_reduce("all have received", torch.ones(1), TRIO).wait()
     return [number.item(), *(tensor.cpu().tolist() for tensor in tensors)]
 
 
