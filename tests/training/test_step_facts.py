@@ -1,6 +1,7 @@
 """What may change between steps is compared in every commit: options, batches, autocast, attributes."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn, optim
 from counterpoint.errors import DataError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.runtime.microbatches import SlicedBatch
-from counterpoint.training.agreement.step_facts import StepFacts, digest_values, reads
+from counterpoint.training.agreement.step_facts import StepFacts, digest_values, may_change_settings, reads
 
 X = torch.arange(24.0).view(12, 2)
 Y = torch.arange(12)
@@ -43,7 +44,7 @@ class Rank:
     def __init__(self):
         self.model = Scaled()
         self.optimizer = optim.AdamW(self.model.parameters(), lr=0.1)
-        self.facts = StepFacts(self.optimizer, {"the model": self.model}, Buffers())
+        self.facts = StepFacts(self.optimizer, {"the model": self.model}, Buffers(), nn.functional.mse_loss)
         self.batch = (X, Y)
 
     def begin_step(self):
@@ -201,3 +202,35 @@ def test_a_hook_or_a_method_of_its_own_may_read_anything():
     vars(patched)["forward"] = lambda x: x
     assert reads(hooked, "in_features")
     assert reads(patched, "in_features")
+
+
+def with_hook():
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def with_method():
+    layer = nn.Linear(2, 2)
+    vars(layer)["forward"] = lambda x: x
+    return layer
+
+
+MSE = nn.functional.mse_loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "module", "expected"),
+    [
+        (MSE, nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()), False),
+        (partial(nn.functional.cross_entropy, ignore_index=0), nn.Linear(2, 2), False),
+        (nn.CrossEntropyLoss(), nn.MultiheadAttention(4, 2), False),
+        (lambda x, y: MSE(x, y), nn.Linear(2, 2), True),
+        (MSE, nn.Sequential(nn.Linear(2, 2), Scaled()), True),
+        (MSE, nn.LSTM(2, 2), True),
+        (MSE, with_hook(), True),
+        (MSE, with_method(), True),
+    ],
+)
+def test_only_code_of_torch_that_sets_no_attributes_is_known_to_leave_them(loss, module, expected):
+    assert may_change_settings(loss, module) is expected

@@ -8,9 +8,10 @@ and values.
 
 from __future__ import annotations
 
+import dis
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from itertools import chain
 from operator import is_, itemgetter
 from types import CodeType, FunctionType
@@ -48,6 +49,7 @@ NUM_COMPARED = 16
 IMMUTABLE = (bool, int, float, str, type(None))
 TRAINING_OF = itemgetter("training")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SETTERS = {"train", "eval", "setattr", "__setattr__", "__dict__", "vars"}
 NOT_IN_A_STEP = {"__init__", "__repr__", "__setstate__", "extra_repr", "reset_parameters", "_reset_parameters"}
 """Methods of torch's modules that only build, describe or restore them."""
 DIGEST_BITS = 52  # of which a float64 has all
@@ -74,15 +76,23 @@ class StepFacts:
         optimizer: whose options are used.
         modules: the model, and a loss that is a module, by a name for errors.
         buffers: tells which buffers of the model were changed.
+        loss: the user's, which may run any code.
 
     Attributes:
         digest: of the present step; 0 if this rank has nothing to compare.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, modules: Mapping[str, nn.Module], buffers: ChangedBuffers) -> None:
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        modules: Mapping[str, nn.Module],
+        buffers: ChangedBuffers,
+        loss: Callable[..., object],
+    ) -> None:
         self.optimizer = optimizer
         self.buffers = buffers
         self.settings = ModuleSettings(modules)
+        self.changes_in_step = may_change_settings(loss, *modules.values())
         self.options: tuple[list[object], tuple[object, ...]] = ([], ())  # the last values and their digests
         self.batch: MicrobatchSource | None = None
         self.digest = 0
@@ -97,7 +107,8 @@ class StepFacts:
 
     def end_step(self) -> None:
         """Take note of the attributes and modes that the step itself has changed, which are not compared."""
-        self.settings.end_step()
+        if self.changes_in_step:
+            self.settings.end_step()
 
     def digest_options(self) -> tuple[object, ...]:
         """Return a digest of each option of the optimizer; the last ones if these are the same objects."""
@@ -148,7 +159,7 @@ class StepFacts:
 
 
 class ModuleSettings:
-    """The plain attributes and the modes of modules, which are read together twice in a step.
+    """The plain attributes and the modes of modules, which are read together before and after a step.
 
     Only if one of them differs from the last time, it is looked for what has changed.
 
@@ -311,29 +322,81 @@ def reads(module: nn.Module, name: str) -> bool:
         >>> reads(nn.LayerNorm(4), "eps"), reads(nn.Linear(4, 4), "in_features"), reads(nn.Dropout(), "p")
         (True, False, True)
     """
-    attributes = vars(module)
-    if any(attributes.get(hooks) for hooks in HOOKS) or any(callable(value) for value in attributes.values()):
-        return True
-    names = _names_read_by(cast("Hashable", type(module)))
+    names = None if _has_own_code(module) else _names_read_by(cast("Hashable", type(module)))
     return names is None or name in names
+
+
+def may_change_settings(loss: Callable[..., object], *modules: nn.Module) -> bool:
+    """Tell whether a step may set attributes or modes of modules: only torch's own code is known not to.
+
+    Args:
+        loss: of the step.
+        modules: roots of those that it runs.
+
+    Example:
+        >>> layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> may_change_settings(nn.functional.mse_loss, layers), may_change_settings(lambda x, y: x.sum(), layers)
+        (False, True)
+    """
+    function = loss.func if isinstance(loss, partial) else loss
+    if not isinstance(loss, nn.Module) and not getattr(function, "__module__", "").startswith("torch."):
+        return True
+    parts = {id(module): module for root in modules for module in root.modules()}.values()
+    return any(_has_own_code(part) or _sets_attributes(cast("Hashable", type(part))) for part in parts)
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    """Tell whether a module has hooks, or methods that its class has not."""
+    attributes = vars(module)
+    return any(attributes.get(hooks) for hooks in HOOKS) or any(callable(value) for value in attributes.values())
 
 
 @cache
 def _names_read_by(kind: Hashable) -> frozenset[str] | None:
     """Return the names in the methods of a class of torch's that run in a step; None for a class of others."""
-    assert isinstance(kind, type), "the class of a module"
+    methods = _find_methods(cast("type[nn.Module]", kind))
+    if methods is None:
+        return None
+    return frozenset(name for code in chain.from_iterable(methods.values()) for name in code.co_names)
+
+
+@cache
+def _sets_attributes(kind: Hashable) -> bool:
+    """Tell whether ``forward``, or a method that it calls, may set attributes; True for a class that is not torch's."""
+    methods = _find_methods(cast("type[nn.Module]", kind))
+    if methods is None:
+        return True
+    called, found = {"forward"}, {"forward"}
+    while found:
+        codes = [*chain.from_iterable(methods.get(name, ()) for name in found)]
+        if any(step.opname in {"STORE_ATTR", "DELETE_ATTR"} for code in codes for step in dis.get_instructions(code)):
+            return True
+        found = {name for code in codes for name in code.co_names} - called
+        called |= found
+    return not SETTERS.isdisjoint(called)
+
+
+def _find_methods(kind: type[nn.Module]) -> dict[str, list[CodeType]] | None:
+    """Return the code of each method of a class of torch's that runs in a step; None for a class of others.
+
+    Each name has the code of all bases, and that of the functions inside of a method.
+    """
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     if not all(base.__module__.startswith("torch.") for base in bases):
         return None
-    members = [(name, member) for base in bases for name, member in vars(base).items() if name not in NOT_IN_A_STEP]
-    functions = [member.fget if isinstance(member, property) else member for _, member in members]
-    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(names)
+    methods: dict[str, list[CodeType]] = {}
+    for name, member in chain.from_iterable(vars(base).items() for base in bases):
+        function = member.fget if isinstance(member, property) else member
+        if name not in NOT_IN_A_STEP and isinstance(function, FunctionType):
+            methods.setdefault(name, []).extend(_with_inner(function.__code__))
+    return methods
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
 
 
 def _items(value: object) -> tuple[object, ...]:

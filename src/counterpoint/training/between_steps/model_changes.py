@@ -74,7 +74,7 @@ class ModelChanges:
         self.step_facts: StepFacts | None = None
         if not built.is_single_process:
             losses = {"the loss": loss} if isinstance(loss, nn.Module) else {}
-            self.step_facts = StepFacts(optimizer_spec.optimizer, {"the model": model, **losses}, self.buffers)
+            self.step_facts = StepFacts(optimizer_spec.optimizer, {"the model": model, **losses}, self.buffers, loss)
 
     def record(self) -> None:
         """Take the present weights and buffers as those that the ranks have."""
@@ -509,6 +509,8 @@ class BufferChanges:
 
     def digest_changes(self) -> Iterator[int]:
         """Yield a number for each buffer that was changed since the last step: of its name and its values."""
+        if not self.changed:
+            return
         with without_stale_reads():
             for name, buffer in self.changed.items():
                 yield _digest_buffer(buffer, crc32(name.encode()))
