@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from counterpoint.errors import PlanError
 from counterpoint.model.compilation import Compilation
+from counterpoint.partitioning.saved_masks import inductor_options
 
 SegmentFunction: TypeAlias = Callable[..., Any]
 _PACKAGE = Path(__file__).parent.parent
@@ -55,8 +56,14 @@ class SegmentCompiler:
     def _compile(self, function: SegmentFunction) -> SegmentFunction:
         how = self.compilation
         try:
+            options = inductor_options(how.mode) if how.backend == "inductor" else None
             compiled = torch.compile(
-                with_own_code(function), backend=how.backend, mode=how.mode, fullgraph=True, dynamic=False
+                with_own_code(function),
+                backend=how.backend,
+                mode=how.mode if options is None else None,
+                options=options,
+                fullgraph=True,
+                dynamic=False,
             )
         except Exception as error:
             raise PlanError(f"torch.compile does not take compile={how}: {first_line(error)}") from error
