@@ -19,6 +19,7 @@ from torch import nn
 
 from counterpoint.checkpoint.tensor_slice import TensorSlice
 from counterpoint.data.sampler import split_batch
+from counterpoint.device.copy_stream import CopyStream
 from counterpoint.device.pending_scalars import PendingScalars
 from counterpoint.fabric import LocalWorld
 from counterpoint.plan.plan import Plan
@@ -143,6 +144,17 @@ def receive_stats(fabric):
     return store.buffers["mean"].tolist()
 
 
+def refill_pinned():
+    """Change pinned memory of the caller after it was copied to the device."""
+    stream, source = CopyStream(StandInAccelerator()), DEVICE.empty_pinned((2,), torch.float32).fill_(1.0)
+    copies = stream.start([source])
+    stream.wait_for_sources()
+    source.fill_(2.0)
+    DEVICE.synchronize()
+    copy = stream.take(copies, 0)
+    return None if copy is None else copy.tolist()
+
+
 def read_scalars():
     """Read scalars of a device."""
     accelerator = StandInAccelerator()
@@ -179,6 +191,9 @@ NEEDED_BY: Mapping[str, Exercise] = {
     "device/communication_stream.py:CommunicationStream.after_current wait_stream[0]": DATA,
     "device/communication_stream.py:CommunicationStream.wait_for wait_event[0]": DATA,
     "device/communication_stream.py:CommunicationStream.wait_for_all wait_stream[0]": fail_in_a_run,
+    "device/copy_stream.py:CopyStream.take record_stream[0]": DATA,
+    "device/copy_stream.py:CopyStream.take wait_event[0]": DATA,
+    "device/copy_stream.py:CopyStream.wait_for_sources synchronize[0]": refill_pinned,
     "device/pending_scalars.py:PendingScalars.read wait[0]": read_scalars,
     "fabric/cast_reductions.py:CastReduction.wait wait[0]": Training("mlp", "zero(2, level=3)", ("overlap",), NARROW),
     "fabric/cast_reductions.py:CastReduction.wait wait[1]": Training("mlp", "data(4)", ("overlap",), NARROW),

@@ -126,6 +126,10 @@ class Accelerator(ABC):
         """Return an uninitialized tensor in host memory from and to which the device copies by itself."""
 
     @abstractmethod
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether the device copies by itself from and to the memory of a tensor of the host."""
+
+    @abstractmethod
     def new_stream(self) -> Stream:
         """Return a new stream."""
 

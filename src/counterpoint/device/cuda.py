@@ -41,6 +41,10 @@ class CudaAccelerator(Accelerator):
         """Return an uninitialized tensor in page-locked memory, which torch keeps until copies have ended."""
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of the host is in page-locked memory."""
+        return tensor.is_pinned()
+
     def new_stream(self) -> Stream:
         """Return a new stream."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

@@ -95,6 +95,10 @@ class HostAccelerator(Accelerator):
 
     empty_pinned = empty
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in page-locked memory, which makes no difference here."""
+        return tensor.is_pinned()
+
     def new_stream(self) -> Stream:
         """Return a stream."""
         return HostStream()

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
+from counterpoint.device.copy_stream import CopyStream
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.shm.magnitudes import find_magnitudes, magnitude_tensor
@@ -36,6 +37,7 @@ from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
 from counterpoint.runtime.autograd.recompute import mismatch_error
 from counterpoint.runtime.autograd.segment_executor import BoundModel, SegmentExecutor
+from counterpoint.runtime.batch_copies import BatchCopies, MicrobatchRead
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.busy_time import BusyTimer
 from counterpoint.runtime.comm.rank_communication import RankCommunication, peer_pair, set_weights
@@ -150,14 +152,14 @@ class Interpreter:
             name: find_recomputed(program.instructions, program.microbatches_per_batch)
             for name, program in programs.items()
         }
-        self.step_number = 0
+        self.step_number, self.has_warned = 0, False  # of partially unused parameters
         self.given: GivenValues | None = None
         self.stop_signals: Sequence[int] = ()
+        self.while_computing: Callable[[], None] | None = None
         self.delays_grads = any(isinstance(instruction, SwapGradBuffers) for instruction in self.program.instructions)
         self.store = store
         self.fabric = fabric
-        self.accelerator = accelerator
-        self.rng = rng
+        self.accelerator, self.rng = accelerator, rng
         self.guard, self.decides_on_device = guard, decides_on_device
         self.computing_ranks = computing_ranks
         runs = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
@@ -177,7 +179,7 @@ class Interpreter:
         self.batch_norm = batch_norm
         self.unused_params = unused_params
         self.replica_groups = replica_groups
-        self.has_warned = False  # of partially unused parameters
+        self.copy_stream: CopyStream | None = None  # on which batches are copied to a device
         self.state = RankState(loss_scaler=LossScaler(guard.loss_scale))
         self.clock: Callable[[], float] | None = None
         self.busy_timer = BusyTimer()
@@ -190,10 +192,28 @@ class Interpreter:
         self.executor = SegmentExecutor(
             self.model, self.store, self.rng, queue, self.batch_norm, accelerator=self.accelerator
         )
+        self.executor.copies = None if self.copy_stream is None else self.make_batch_copies(self.copy_stream)
         self.communication = RankCommunication(
             self.fabric, self.executor, self.store, self.compressed_contributions, self.buckets
         )
         self.replica_checksum = ReplicaChecksum(self.replica_groups, self.store)
+
+    def make_batch_copies(self, stream: CopyStream) -> BatchCopies:
+        """Return the copies of what this rank reads of batches."""
+        segments = self.model.segments
+        needed = {index for segment in segments.values() for index in segment.inputs if index < self.model.num_inputs}
+        first_blocks = {
+            first for (first, _), segment in segments.items() if any(index in needed for index in segment.inputs)
+        }
+        reads: list[MicrobatchRead] = []
+        for program, calls in self.programs.values():
+            for run in (call for call, _, _ in calls if isinstance(call, ForwardRun)):
+                index = run.micro % program.microbatches_per_batch if program.microbatches_per_batch else run.micro
+                blocks = range(run.first, run.last + 1)
+                reads += [MicrobatchRead("inputs", index)] if not first_blocks.isdisjoint(blocks) else []
+                reads += [MicrobatchRead("targets", index)] if run.last + 1 == self.model.num_blocks else []
+        is_all = len(needed) == self.model.num_inputs  # a whole model may have more of them than in the first batch
+        return BatchCopies(stream, reads, self.model.flatten, None if is_all else needed)
 
     def rollback(self, unread_steps: Collection[int] = ()) -> None:
         """Discard what a failed step left on this rank; all ranks do so, and none of them communicates.
@@ -211,6 +231,11 @@ class Interpreter:
         self.state.rollback(unread_steps)
         self.build_parts()
 
+    def use_copy_stream(self, stream: CopyStream) -> None:
+        """Copy batches to the device on a stream, ahead of the steps that read them."""
+        self.copy_stream = stream
+        self.executor.copies = self.make_batch_copies(stream)
+
     def use_clock(self, clock: Callable[[], float] | None) -> None:
         """Record the time of each call from now on, or of none."""
         self.clock = clock
@@ -222,6 +247,7 @@ class Interpreter:
         variant: str,
         given: GivenValues | None = None,
         stop_signals: Sequence[int] = (),
+        while_computing: Callable[[], None] | None = None,
     ) -> StepResult | LateResult | None:
         """Run the program of one step variant once.
 
@@ -231,6 +257,7 @@ class Interpreter:
             variant: its name.
             given: what the user has given, which the members of a commit compare; None where there is one process.
             stop_signals: those that have asked this rank to stop, also during the step; a commit tells all members.
+            while_computing: called once forwards and backwards are launched, before the host may wait for them.
 
         A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
         ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others. If decisions are
@@ -238,7 +265,10 @@ class Interpreter:
         """
         self.busy_timer.begin_step()
         self.step_number, self.given, self.stop_signals = number, given, stop_signals
+        self.while_computing = while_computing
         self.rng.begin_step(number)
+        if self.executor.copies is not None:
+            self.executor.copies.start_step(number, batch)
         self.program, calls = self.programs[variant]
         if self.program.microbatches_per_batch:
             calls = tuple(
@@ -256,6 +286,8 @@ class Interpreter:
             self.run_calls(calls)
         self.busy_timer.end_step()
         self.state.end_step()
+        if self.executor.copies is not None:
+            self.executor.copies.end_step(number)
         self.finish_commits(before=number)
         return self.state.result if self.state.late_result is None else self.state.late_result
 
@@ -340,6 +372,9 @@ class Interpreter:
             case Recv(tensor, peer, codec):
                 self.communication.recv(tensor, peer, codec)
             case Commit(group, loss_group):
+                if self.while_computing is not None:
+                    while_computing, self.while_computing = self.while_computing, None
+                    while_computing()
                 self.commit(group, loss_group)
             case SwapGradBuffers(unit):
                 self.swap_grad_buffers(unit)

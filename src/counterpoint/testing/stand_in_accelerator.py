@@ -99,6 +99,10 @@ class StandInAccelerator(Accelerator):
         """Return an uninitialized tensor in host memory that asynchronous copies may use."""
         return DEVICE.empty_pinned(size, dtype)
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether asynchronous copies may use the memory of a tensor of the host."""
+        return DEVICE.is_pinned(tensor)
+
     def new_stream(self) -> Stream:
         """Return a new stream."""
         stream = StandInStream(DEVICE.order.new_stream())

@@ -8,7 +8,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import optim
 
@@ -23,7 +23,7 @@ from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.commit.device_commit import LateResult
 from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale, parse_loss_scale
-from counterpoint.runtime.microbatches import SlicedBatch
+from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, autocast_as, current_autocasts
 from counterpoint.terminal_text import warn
 from counterpoint.training.batches.batch_source import BatchSource
 from counterpoint.training.batches.global_batch import (
@@ -186,6 +186,20 @@ class SignalExchange:
         self._next_step = step + max(int(num_steps * factor), 1)
 
 
+class AheadBatch(NamedTuple):
+    """A batch that was read while an earlier step computes.
+
+    Args:
+        step: that will finish it.
+        batch: it; None if it could not be read.
+        error: why not.
+    """
+
+    step: int
+    batch: MicrobatchSource | None
+    error: Exception | None = None
+
+
 class FitLoop:
     """One fit of the local ranks.
 
@@ -231,6 +245,7 @@ class FitLoop:
         self.signal_exchange = SignalExchange()
         self.stage_checkpointer: StageCheckpointer | None = None
         self.committed_microbatches: list[int] = []  # if other processes have ranks, too
+        self.ahead: AheadBatch | None = None  # that no step has used
 
     @property
     def num_steps(self) -> int | None:
@@ -347,15 +362,13 @@ class FitLoop:
         warmup = in_flight.warmup_steps(number)
         for step in range(number, min(number + in_flight.lookahead + 1, self.next_flush())):
             if step not in in_flight.batches:
-                in_flight.batches[step] = self.batches.batch_at(
-                    replace(cursor, batch=cursor.batch + step - number), self.local_ranks.global_num_microbatches
-                )
+                in_flight.batches[step] = self.batch_of(step)
         for step in warmup:
             self.local_ranks.step(step, in_flight.batch_source(step))
         if traced:
             result, trace = trace_step(self.local_ranks, number, in_flight.batch_source(number))
         else:
-            result, trace = self.local_ranks.step(number, in_flight.batch_source(number)), None
+            result, trace = self.local_ranks.step(number, in_flight.batch_source(number), self.ahead_reader()), None
         batch = in_flight.batches.pop(number)
         if self.committed_microbatches and isinstance(batch, SlicedBatch):  # of a stream, which may differ on ranks
             rank = self.local_ranks.world.fabrics[0].rank
@@ -377,6 +390,42 @@ class FitLoop:
         )
         if not self.stop_signal:
             self.find_stop_signal(result)
+
+    def batch_of(self, step: int) -> MicrobatchSource:
+        """Return the batch that a step finishes, read ahead or now."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead.step == step:
+            if ahead.error is not None:
+                raise ahead.error
+            assert ahead.batch is not None, "there is no error"
+            return ahead.batch
+        cursor = self.progress.cursor
+        return self.batches.batch_at(
+            replace(cursor, batch=cursor.batch + step - self.progress.step), self.local_ranks.global_num_microbatches
+        )
+
+    def ahead_reader(self) -> Callable[[], None] | None:
+        """Return what reads the next batch and starts to copy it to the device; None on the host."""
+        if self.local_ranks.accelerator.is_host:
+            return None
+        autocasts = current_autocasts()  # others than those of the plan, in which it is called
+
+        def read() -> None:
+            """Read the batch after those of this step, unless the pipeline is flushed before; count nothing."""
+            self.local_ranks.finish_copies()  # the user's iterable may change its pinned tensors again
+            step = self.progress.step + self.local_ranks.in_flight.lookahead + 1
+            with autocast_as(autocasts):
+                try:
+                    if step >= self.next_flush(num_more=1):
+                        return
+                    self.ahead = AheadBatch(step, self.batch_of(step))
+                except Exception as error:  # noqa: BLE001 - of the user's data, of any kind; the step raises it
+                    self.ahead = AheadBatch(step, None, error)
+                    return
+                assert self.ahead.batch is not None, "there is no error"
+                self.local_ranks.copy_ahead(step, self.ahead.batch)
+
+        return read
 
     def find_stop_signal(self, result: StepResult | LateResult) -> None:
         """Find out whether a signal has asked the ranks to stop, and after which step they will, the same on all."""
@@ -406,14 +455,18 @@ class FitLoop:
             return f"{text}; nothing was saved, because no checkpoint_dir was given"
         return f"{text}; saved {self.saved_path}; the same call with resume='auto' continues from there"
 
-    def next_flush(self) -> int:
-        """Return the step before which the pipeline must be flushed: an evaluation, a checkpoint, or a new epoch."""
+    def next_flush(self, num_more: int = 0) -> int:
+        """Return the step before which the pipeline must be flushed: an evaluation, a checkpoint, or a new epoch.
+
+        Args:
+            num_more: the batches after those in flight that may be read to find the end of an epoch.
+        """
         step, cursor = self.progress.step, self.progress.cursor
         next_times = [step - step % period + period for period in self.periods()]
         next_times += [] if self.num_steps is None else [self.num_steps]
         if self.stop_signal:
             next_times.append(step + len(self.local_ranks.in_flight.batches))
-        num_left = self.batches.count_left(cursor, self.local_ranks.in_flight.lookahead + 1)
+        num_left = self.batches.count_left(cursor, self.local_ranks.in_flight.lookahead + 1 + num_more)
         return min([step + num_left, *next_times])
 
     def should_evaluate(self) -> bool:
@@ -637,6 +690,7 @@ class FitLoop:
 
     def close(self, error: BaseException | None) -> None:
         """Stop the workers, release the folder of checkpoints, and call the callbacks' ``on_end``."""
+        self.local_ranks.finish_copies()
         self.reporter.end(error)
         self.batches.close()
         if self.stage_checkpointer is not None:

@@ -13,7 +13,7 @@ A value's readers may be segments of this rank or of others: sends and receives 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.pending_scalars import PendingScalars
@@ -31,6 +32,7 @@ from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_
 from counterpoint.partitioning.seed_hooks import no_seed
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
+from counterpoint.runtime.batch_copies import BatchCopies, BatchPart, MicrobatchRead
 from counterpoint.runtime.batch_norm.mode import BatchNormState
 from counterpoint.runtime.compiled_draws import CompiledMode, write_draws
 from counterpoint.runtime.gradient_code import explain_other_scale
@@ -134,6 +136,9 @@ class SegmentExecutor:
         weight_grad_queue: defers weight gradients; None if all backwards are whole.
         batch_norm: the rank's batch norm modules; None where the plan changes nothing about them.
         accelerator: that the rank computes on.
+
+    Attributes:
+        copies: of its batches, started ahead; None to copy each microbatch when it is read.
     """
 
     def __init__(
@@ -163,6 +168,7 @@ class SegmentExecutor:
         self.output_grads: dict[int, list[Tensor | None]] = {}  # from gathering them to their backward
         self.losses: dict[int, float] = {}
         self.accelerator = accelerator
+        self.copies: BatchCopies | None = None
         self.pending_losses = PendingScalars(accelerator)
         self.loss_weights: dict[int, float] = {}  # of microbatches whose loss is a weighted mean
         self.pending_loss_weights = PendingScalars(accelerator)
@@ -452,9 +458,10 @@ class SegmentExecutor:
             assert self.batch is not None, "a step has begun"
             inputs, self.input_shapes[micro] = self.model.flatten(as_call_args(self.batch.inputs(micro)))
             is_all = count == self.model.num_inputs  # a whole model may have more of them than in the first batch
-            leaves = list(inputs) if is_all else [inputs[index] for index in segment.inputs[:count]]
+            positions = range(len(inputs)) if is_all else segment.inputs[:count]
+            leaves = [inputs[index] for index in positions]
             if not self.accelerator.is_host:
-                leaves = self.accelerator.to_device(leaves)
+                leaves = self.move_to_device("inputs", micro, leaves, positions)
         for value, requires_grad in (self.values[index, micro] for index in segment.inputs[count:]):
             leaves.append(value.detach().requires_grad_() if requires_grad else value)
         return leaves
@@ -472,7 +479,29 @@ class SegmentExecutor:
         """Return the targets of a microbatch, on the model's device."""
         assert self.batch is not None, "a step has begun"
         targets = self.batch.targets(micro)
-        return targets if self.accelerator.is_host else self.accelerator.to_device(targets)
+        if self.accelerator.is_host:
+            return targets
+        leaves, spec = tree_flatten(targets)
+        return tree_unflatten(self.move_to_device("targets", micro, leaves, range(len(leaves))), spec)
+
+    def move_to_device(self, part: BatchPart, micro: int, values: Sequence[Any], positions: Iterable[int]) -> list[Any]:
+        """Return values of a microbatch with all tensors on the device, copied ahead or now.
+
+        Args:
+            part: of the batch.
+            micro: the microbatch.
+            values: some of its inputs or targets.
+            positions: of the values among all of them.
+        """
+        if self.copies is None:
+            return self.accelerator.to_device([*values])
+        step, index = self.step_and_micro(micro)
+        copies = self.copies.find(step, MicrobatchRead(part, index))
+        found = [self.copies.stream.take(copies, position) for position in positions]
+        return [
+            self.accelerator.to_device(value) if copy is None else copy
+            for value, copy in zip(values, found, strict=True)
+        ]
 
     def flatten_output(self, outputs: Sequence[Tensor], micro: int) -> MicrobatchOutput:
         """Return what a loss of the whole batch needs of a microbatch."""

@@ -279,8 +279,22 @@ class DatasetBatch:
         self.read = read
         self.is_whole = is_whole
         self.parts: dict[int, tuple[Any, Any]] = {}  # inputs and targets by microbatch
+        self.errors: dict[int, Exception] = {}  # of reading them
 
     def read_part(self, micro: int) -> tuple[Any, Any]:
+        """Return inputs and targets of a microbatch, or of the whole batch, which is read once.
+
+        An error is raised again by each later call: workers send what they have read once, or its error.
+        """
+        if micro in self.errors:
+            raise self.errors[micro]
+        try:
+            return self.read_once(micro)
+        except Exception as error:
+            self.errors[micro] = error
+            raise
+
+    def read_once(self, micro: int) -> tuple[Any, Any]:
         """Return inputs and targets of a microbatch, or of the whole batch."""
         if micro not in self.parts:
             start, stop = (0, len(self.indices)) if self.is_whole else self.sample_ranges[micro]

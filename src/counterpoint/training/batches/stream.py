@@ -121,6 +121,7 @@ class StreamedBatches:
         self.epoch = -1  # that is read
         self.num_read = 0  # batches of the epoch
         self.has_ended = False
+        self.error: Exception | None = None  # of the stream
         self.buffer: list[StreamedBatch] = []
         self.iterator: Iterator[Any] = iter(())
         self.rng = StreamRng(seed, first_epoch)
@@ -192,35 +193,48 @@ class StreamedBatches:
                 "function that returns it, or a list"
             )
         self.iterator = iterator
-        self.epoch, self.num_read, self.has_ended, self.buffer = epoch, 0, False, []
+        self.epoch, self.num_read, self.has_ended, self.buffer, self.error = epoch, 0, False, [], None
 
     def fill(self, count: int) -> list[StreamedBatch]:
         """Return up to ``count`` batches from the first one that is kept on.
+
+        An error of the stream is raised again by each later call: an iterator that has raised one ends, which must not
+        be taken for the end of an epoch.
 
         Raises:
             DataError: there is no batch at all.
         """
         while len(self.buffer) < count and not self.has_ended:
-            with self.rng.use():
-                state = {} if self.stateful is None else {"stream": self.stateful.state_dict()}
-            if state:
-                state["rng"] = self.rng.state_dict()
-            with self.rng.use():
-                batch = next(self.iterator, self)
-            if batch is self:
-                self.has_ended = True
-                break
-            if not self.num_read:
-                register_dataclasses(batch)
-            values = self.split(batch)
-            self.buffer.append(StreamedBatch(values, count_samples(*values), state))
-            self.num_read += 1
+            if self.error is not None:
+                raise self.error
+            try:
+                self.read_next()
+            except Exception as error:
+                self.error = error
+                raise
         if not self.num_read:
             raise DataError(
                 f"a {type(self.data).__name__} gave no batch in epoch {self.epoch}; a generator gives its batches "
                 "once: pass a function that returns it, or a list"
             )
         return self.buffer[:count]
+
+    def read_next(self) -> None:
+        """Read one more batch, unless the epoch has ended."""
+        with self.rng.use():
+            state = {} if self.stateful is None else {"stream": self.stateful.state_dict()}
+        if state:
+            state["rng"] = self.rng.state_dict()
+        with self.rng.use():
+            batch = next(self.iterator, self)
+        if batch is self:
+            self.has_ended = True
+            return
+        if not self.num_read:
+            register_dataclasses(batch)
+        values = self.split(batch)
+        self.buffer.append(StreamedBatch(values, count_samples(*values), state))
+        self.num_read += 1
 
     def move_to(self, cursor: Cursor) -> None:
         """Drop the batches before a cursor, and begin its epoch if it is another one."""
@@ -272,7 +286,8 @@ class StreamedBatches:
                 self.stateful.load_state_dict(state["stream"])
                 self.iterator = iter(self.opens())
             self.rng.load_state_dict(state.get("rng", {}))
-            self.epoch, self.num_read, self.has_ended, self.buffer = cursor.epoch, cursor.batch, False, []
+            self.epoch, self.num_read = cursor.epoch, cursor.batch
+            self.has_ended, self.buffer, self.error = False, [], None
         elif self.num_batches is None:
             warn(
                 f"a {type(self.data).__name__} has no position to continue from, so the run reads {cursor.batch} "

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.device.accelerator import Accelerator
+from counterpoint.device.copy_stream import CopyStream
 from counterpoint.device.select import (
     CPU,
     accelerator_for,
@@ -39,6 +40,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Forward
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.runtime.autograd.segment_executor import BoundModel
+from counterpoint.runtime.batch_copies import find_batches
 from counterpoint.runtime.commit.device_commit import LateResult
 from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.interpreter import Interpreter
@@ -225,6 +227,7 @@ class LocalRanks:
         self.trained = find_trained_modules(model, loss, optimizer_spec.optimizer)
         self.loss = loss
         self.accelerator = accelerator if accelerator is not None else find_accelerator(model)
+        self.copy_stream = None if self.accelerator.is_host else CopyStream(self.accelerator)
         for fabric in world.fabrics:
             fabric.use_accelerator(self.accelerator)
         self.optimizer_spec = optimizer_spec
@@ -238,8 +241,8 @@ class LocalRanks:
         self.uses_rng = True
         self.ranks: dict[int, RankRuntime] = {}
         self.model_tensors: dict[str, Tensor] = {}  # parameters and buffers of the user's model, once built
-        self.delays_grads = False  # whether steps apply the gradients of the step before, once built
-        self.has_delayed_grads = False  # whether delayed gradients are still to be applied
+        # whether steps apply the gradients of the step before, once built, and whether some are still to be applied
+        self.delays_grads = self.has_delayed_grads = False
         self.in_flight = InFlightBatches()
         self.eval_models: dict[int, BoundModel] = {}
         self.changes: ModelChanges | None = None  # between steps, once built
@@ -441,6 +444,8 @@ class LocalRanks:
                 state_allocator=self.retained_memory.mmap_separately,
                 first_values=self.first_values_of(fabric.rank),
             )
+            if self.copy_stream is not None:
+                self.ranks[fabric.rank].interpreter.use_copy_stream(self.copy_stream)
             if num_local < fabric.num_ranks:
                 self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
         built = BuiltRanks(
@@ -571,12 +576,36 @@ class LocalRanks:
             broadcast_initial_values(fabric, self.trained, self.options.init_sync, without=deferred)
         require_device(self.model, self.accelerator.device)
 
-    def step(self, number: int, batch: MicrobatchSource) -> StepResult | LateResult:
+    def step(
+        self, number: int, batch: MicrobatchSource, while_computing: Callable[[], None] | None = None
+    ) -> StepResult | LateResult:
         """Run one training step on all ranks and return the result of this process's first rank.
 
         If the step's decision is left on the device, an error of it is raised by the next step, or by
         :meth:`finish_steps`.
+
+        Args:
+            number: of the step.
+            batch: what it reads.
+            while_computing: called when the step is launched; if this process has one rank, before the host waits for
+                it. It may copy the next batch to the device, whose pinned memory is read until
+                :meth:`finish_copies`.
         """
+        # several ranks have threads and random states of their own, in which the user's dataset does not expect to run
+        before_commit = while_computing if len(self.ranks) == 1 else None
+        try:
+            result = self.run_step(number, batch, before_commit)
+            if while_computing is not None and before_commit is None:
+                while_computing()
+        finally:
+            if while_computing is None:
+                self.finish_copies()
+        return result
+
+    def run_step(
+        self, number: int, batch: MicrobatchSource, before_commit: Callable[[], None] | None
+    ) -> StepResult | LateResult:
+        """Run one training step, and something before the first commit of each rank."""
         require_no_autocast(self.precision)
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
@@ -585,6 +614,8 @@ class LocalRanks:
             changes = self.prepare_step(batch)
         if self.model_loss_check is not None:
             self.require_model_loss(self.model_loss_check, batch)
+        for step, own in find_batches(number, batch).items():
+            self.copy_ahead(step, own)  # for all ranks, before the first one computes
         variant = self.variant_at(number)
         check = self.model_loss_check  # which runs the model where a later batch has values that are new
         keeps_weights = self.released_params.has_all and check is not None and check.found_own
@@ -598,7 +629,9 @@ class LocalRanks:
             with self.explain_division(batch, fabric.rank), annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)
-                return interpreter.step(number, batch, variant.name, changes.step_facts, self.stop_signals)
+                return interpreter.step(
+                    number, batch, variant.name, changes.step_facts, self.stop_signals, before_commit
+                )
 
         self.is_in_step = True
         try:
@@ -621,6 +654,17 @@ class LocalRanks:
         result = first_result(results)
         self.step_gradients.record_step(result)
         return result
+
+    def copy_ahead(self, step: int, batch: MicrobatchSource) -> None:
+        """Start to copy the batch of a step to the device, unless that was started; the step raises its errors."""
+        for rank in self.ranks.values():
+            if rank.interpreter.executor.copies is not None:
+                rank.interpreter.executor.copies.start_ahead(step, batch)
+
+    def finish_copies(self) -> None:
+        """Wait until pinned tensors of batches were read, so that the caller may change them again."""
+        if self.copy_stream is not None:
+            self.copy_stream.wait_for_sources()
 
     def finish_steps(self) -> None:
         """Read the decision of the last step if it was left on the device; a collective call.
