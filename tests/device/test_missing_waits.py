@@ -20,10 +20,10 @@ from torch import nn
 from counterpoint.checkpoint.tensor_slice import TensorSlice
 from counterpoint.data.sampler import split_batch
 from counterpoint.device.copy_stream import CopyStream
+from counterpoint.device.event_clock import EventClock
 from counterpoint.device.pending_scalars import PendingScalars
 from counterpoint.fabric import LocalWorld
 from counterpoint.plan.plan import Plan
-from counterpoint.profiler.timer import device_clock
 from counterpoint.runtime.batch_norm.sync import SyncBatchNormGroups
 from counterpoint.runtime.comm.bucket_plan import BucketPlan, GradSize
 from counterpoint.runtime.full_state import gather_slices
@@ -178,10 +178,12 @@ def fail_in_a_run():
 
 
 def read_clock():
-    """Return how often the clock of a device waits for it."""
-    with DEVICE.count_host_waits() as waits:
-        device_clock(DEVICE.device)()
-    return waits.total()
+    """Return whether a device takes time."""
+    clock = EventClock(StandInAccelerator())
+    began = clock()
+    torch.ones(2, device=DEVICE.device)
+    began_s, ended_s = clock.read([began, clock()])
+    return ended_s > began_s
 
 
 DATA = Training("mlp", "data(2, bucket=0, first_bucket=0)", ("overlap",), {"clip_norm": 0.5})
@@ -194,6 +196,7 @@ NEEDED_BY: Mapping[str, Exercise] = {
     "device/copy_stream.py:CopyStream.take record_stream[0]": DATA,
     "device/copy_stream.py:CopyStream.take wait_event[0]": DATA,
     "device/copy_stream.py:CopyStream.wait_for_sources synchronize[0]": refill_pinned,
+    "device/event_clock.py:EventClock.read synchronize[0]": read_clock,
     "device/pending_scalars.py:PendingScalars.read wait[0]": read_scalars,
     "fabric/cast_reductions.py:CastReduction.wait wait[0]": Training("mlp", "zero(2, level=3)", ("overlap",), NARROW),
     "fabric/cast_reductions.py:CastReduction.wait wait[1]": Training("mlp", "data(4)", ("overlap",), NARROW),
@@ -205,7 +208,6 @@ NEEDED_BY: Mapping[str, Exercise] = {
     "fabric/local.py:LocalFabric.shared_zeros wait[0]": partial(
         on_two_ranks, lambda fabric: fabric.shared_zeros("weights", 2, torch.float32, PAIR).tolist()
     ),
-    "profiler/timer.py:device_clock synchronize[0]": read_clock,
     "runtime/batch_norm/sync.py:ReplicaStatsGroup.all_reduce wait[0]": Training(
         "sync_batch_norm", "data(2)", options={"batch_norm": "sync"}
     ),

@@ -56,9 +56,9 @@ class CommunicationStream:
         with self.accelerator.stream(self._stream):
             yield
 
-    def record_end(self) -> Event:
+    def record_end(self, *, enable_timing: bool = False) -> Event:
         """Return an event of all that was launched here so far."""
-        end: Event = self._stream.record_event()
+        end: Event = self._stream.record_event(self.accelerator.new_event(enable_timing=enable_timing))
         return end
 
     def wait_for(self, end: Event) -> None:

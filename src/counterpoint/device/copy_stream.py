@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator, Event
+from counterpoint.device.event_clock import DeviceSpan
 
 
 @dataclass(slots=True)
@@ -32,10 +33,12 @@ class StartedCopies:
     Args:
         end: of all of them; None if there is none.
         tensors: the copies that nobody has taken, by the position of their source.
+        span: when the device makes them, if that was asked for.
     """
 
     end: Event | None = None
     tensors: dict[int, Tensor] = field(default_factory=dict)
+    span: DeviceSpan | None = None
 
 
 @final
@@ -59,14 +62,18 @@ class CopyStream:
         self._stream = accelerator.new_stream()
         self._last_borrowing: Event | None = None  # the end of the last copy from pinned memory of the caller
 
-    def start(self, values: Sequence[object], positions: Collection[int] | None = None) -> StartedCopies:
+    def start(
+        self, values: Sequence[object], positions: Collection[int] | None = None, *, is_timed: bool = False
+    ) -> StartedCopies:
         """Start to copy those values that are dense tensors in host memory and need no gradient.
 
         Args:
             values: of any type.
             positions: of the values that are wanted; None for all.
+            is_timed: whether to record when the device makes the copies.
         """
         copies, borrows = StartedCopies(), False
+        began = self._record(enable_timing=True) if is_timed else None
         for position, value in enumerate(values):
             is_wanted = positions is None or position in positions
             if not is_wanted or not isinstance(value, Tensor) or not _is_plain(value):
@@ -79,10 +86,15 @@ class CopyStream:
                 copies.tensors[position] = source.to(self.accelerator.device, non_blocking=True)
             borrows |= is_borrowed
         if copies.tensors:
-            copies.end = self._stream.record_event()
+            copies.end = self._record(enable_timing=is_timed)
+            copies.span = DeviceSpan(began, copies.end) if is_timed else None
         if borrows:
             self._last_borrowing = copies.end
         return copies
+
+    def _record(self, *, enable_timing: bool) -> Event:
+        event: Event = self._stream.record_event(self.accelerator.new_event(enable_timing=enable_timing))
+        return event
 
     def take(self, copies: StartedCopies, position: int) -> Tensor | None:
         """Return a copy for this thread's current stream, which waits for it; None if there is none, or not any more.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
+from counterpoint.device.event_clock import DeviceSpan
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | dict[str, Json] | None"
 Group: TypeAlias = tuple[int, ...]
@@ -90,6 +92,13 @@ class Fabric(ABC):
     def use_accelerator(self, accelerator: Accelerator) -> None:
         """Take note of the device that this rank's tensors will be on; a transport may need streams of it."""
         del accelerator
+
+    def record_spans(self) -> AbstractContextManager[list[DeviceSpan]]:
+        """Return a context that collects when a device executes the collectives that this rank starts inside.
+
+        It collects nothing where collectives run on the host, or on streams that the transport does not see.
+        """
+        return nullcontext(list[DeviceSpan]())
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat uninitialized tensor, if possible in memory that collectives can use without a copy."""

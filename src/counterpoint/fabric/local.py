@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Final, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.communication_stream import CommunicationStream
+from counterpoint.device.event_clock import DeviceSpan
 from counterpoint.errors import PeerError
 from counterpoint.fabric.fabric import CompletedWork, Fabric, Group, Json, Reduction, Work
 from counterpoint.fabric.fingerprint import (
@@ -65,21 +66,29 @@ class LocalState:
         accelerator = self.communication.accelerator
         return partial(accelerator.stream, accelerator.current_stream())
 
-    def join_collective(self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput) -> LocalCollective:
+    def join_collective(
+        self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput, *, is_timed: bool = False
+    ) -> LocalCollective:
         """Add this rank to the next collective of the signature's group; return the collective."""
         group = operation.group
         index = self.next_index[rank, group]
         self.next_index[rank, group] += 1
         collective = self.collectives.setdefault((group, index), LocalCollective(group, index))
+        if is_timed and collective.span is None:
+            collective.span = DeviceSpan()
         stream = self.communication
         if stream is None or not stream.holds_any(tensors if isinstance(tensors, tuple) else (tensors,)):
             collective.join(rank, operation, tensors)
         else:
+            span = collective.span
             with stream.after_current():
+                began = None if span is None else stream.record_end(enable_timing=True)
                 collective.join(rank, operation, tensors)
             if collective.all_joined:
-                collective.end = stream.record_end()
+                collective.end = stream.record_end(enable_timing=span is not None)
                 self.unordered.add(collective)
+                if span is not None:
+                    span.began, span.ended = began, collective.end
         if collective.error is not None:
             self.errors.setdefault(group, collective.error)
         if collective.all_joined:
@@ -139,6 +148,16 @@ class LocalFabric(Fabric):
         self.timeout_s = timeout_s
         self._state = state
         self._scheduler = scheduler
+        self._spans: list[DeviceSpan] | None = None  # of collectives that start, if someone wants them
+
+    @contextmanager
+    def record_spans(self) -> Iterator[list[DeviceSpan]]:
+        """Record when a device executes the collectives that this rank starts inside."""
+        former, self._spans = self._spans, list[DeviceSpan]()
+        try:
+            yield self._spans
+        finally:
+            self._spans = former
 
     def wait_until(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Run other ranks until ``is_done()``."""
@@ -283,7 +302,10 @@ class LocalFabric(Fabric):
 
     def _join(self, operation: CollectiveSignature, tensors: CollectiveInput) -> LocalCollective:
         self._check()
-        return self._state.join_collective(self.rank, operation, tensors)
+        collective = self._state.join_collective(self.rank, operation, tensors, is_timed=self._spans is not None)
+        if self._spans is not None and collective.span is not None:
+            self._spans.append(collective.span)
+        return collective
 
 
 class LocalWorld:

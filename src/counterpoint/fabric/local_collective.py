@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Event
+from counterpoint.device.event_clock import DeviceSpan
 from counterpoint.fabric.fabric import Group
 from counterpoint.fabric.fingerprint import CollectiveSignature, describe_mismatch, fingerprint
 from counterpoint.fabric.reductions import reduce_in_order
@@ -24,6 +25,7 @@ class LocalCollective:
 
     Attributes:
         end: when the device has executed it, if its tensors are on one.
+        span: when the device executes it, if a member asks for that.
     """
 
     def __init__(self, group: Group, index: int) -> None:
@@ -33,6 +35,7 @@ class LocalCollective:
         self.error: str | None = None
         self.is_done = False
         self.end: Event | None = None
+        self.span: DeviceSpan | None = None
         self._seen: dict[int, tuple[bytes, str]] = {}
 
     def join(self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput) -> None:

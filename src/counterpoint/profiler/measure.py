@@ -8,7 +8,7 @@ which plans without pipeline stages run, is timed in whole steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from statistics import fmean, median
@@ -31,7 +31,14 @@ from counterpoint.model.model_profile import (
 from counterpoint.model.spec import Unit
 from counterpoint.partitioning.partition import partition_model
 from counterpoint.profiler.profile_target import ProfileHarness, ProfileTarget, build_harness, storage_sizes
-from counterpoint.profiler.timer import Clock, RepeatPolicy, column_medians, device_clock, training_conditions
+from counterpoint.profiler.timer import (
+    Clock,
+    RepeatPolicy,
+    Stopwatch,
+    column_medians,
+    device_clock,
+    training_conditions,
+)
 from counterpoint.program.instruction import Backward, Forward, Instruction, Update
 from counterpoint.runtime.autograd.segment_executor import SegmentExecutor
 from counterpoint.runtime.interpreter import Interpreter
@@ -263,11 +270,11 @@ def rescale_to(layer_times: Sequence[Sequence[float]], call_s: float, whole_s: f
 def time_step(interpreter: Interpreter, batches: MicrobatchSource, clock: Clock) -> StepTimes:
     """Run a step and return its times."""
     interpreter.use_clock(clock)
-    began = clock()
-    interpreter.step(0, batches, next(reversed(interpreter.programs)))
-    total = clock() - began
+    watch = Stopwatch(clock)
+    watch.time_all([lambda: interpreter.step(0, batches, next(reversed(interpreter.programs)))])
+    (total,) = watch.read()
     seconds: dict[type[Instruction], list[float]] = {Forward: [], Backward: [], Update: []}
-    for timing in interpreter.state.timings:
+    for timing in interpreter.read_timings():
         kind = type(interpreter.program.instructions[timing.start])
         if kind in seconds:
             seconds[kind].append(timing.stop_s - timing.start_s)
@@ -287,27 +294,32 @@ def time_warm_step(interpreter: Interpreter, batches: MicrobatchSource, clock: C
 def time_layers(harness: ProfileHarness, batches: MicrobatchSource, clock: Clock) -> LayerTimes:
     """Run all layers with split backwards, then two microbatches forward and backward; each in its own call."""
     separate, split = harness.separate, harness.split_backward
-    blocks = sorted(separate.by_first)
-    _time_forwards(harness, split, batches, clock)
-    input_s = [_time_call(clock, partial(split.backward_input, block, block, 0)) for block in reversed(blocks)]
-    weight_s = [_time_call(clock, partial(split.backward_weight, block, block, 0)) for block in reversed(blocks)]
-    forward_s = _time_forwards(harness, separate, batches, clock)
-    backward_s = [_time_call(clock, partial(separate.backward, block, block, 0)) for block in reversed(blocks)]
+    blocks, watch = sorted(separate.by_first), Stopwatch(clock)
+    last_first = blocks[::-1]
+    _time_forwards(harness, split, batches, watch)
+    inputs = watch.time_all(partial(split.backward_input, block, block, 0) for block in last_first)
+    weights = watch.time_all(partial(split.backward_weight, block, block, 0) for block in last_first)
+    forwards = _time_forwards(harness, separate, batches, watch)
+    backwards = watch.time_all(partial(separate.backward, block, block, 0) for block in last_first)
     for block in blocks:
         separate.forward(block, block, 1)
-    second_backward_s = [_time_call(clock, partial(separate.backward, block, block, 1)) for block in reversed(blocks)]
+    second_backwards = watch.time_all(partial(separate.backward, block, block, 1) for block in last_first)
     harness.layers.store.clear_grads()
-    return LayerTimes(forward_s, backward_s[::-1], second_backward_s[::-1], input_s[::-1], weight_s[::-1])
+    seconds = watch.read()
+    backward_s, second_backward_s, input_s, weight_s = (
+        seconds[times][::-1] for times in (backwards, second_backwards, inputs, weights)
+    )
+    return LayerTimes(seconds[forwards], backward_s, second_backward_s, input_s, weight_s)
 
 
 def _time_forwards(
-    harness: ProfileHarness, compute: SegmentExecutor, batches: MicrobatchSource, clock: Clock
-) -> list[float]:
-    """Begin a step and run all layers forward; return the seconds of each."""
+    harness: ProfileHarness, compute: SegmentExecutor, batches: MicrobatchSource, watch: Stopwatch
+) -> slice:
+    """Begin a step and run all layers forward; return where the seconds of each are."""
     harness.layers.store.clear_grads()
     harness.layers.store.begin_step()
     compute.begin_step(batches, LossFactors(dict.fromkeys(range(len(batches.sizes)), 1.0)))
-    return [_time_call(clock, partial(compute.forward, block, block, 0)) for block in sorted(compute.by_first)]
+    return watch.time_all(partial(compute.forward, block, block, 0) for block in sorted(compute.by_first))
 
 
 def _time_updates(
@@ -319,12 +331,14 @@ def _time_updates(
     halves = [half for half in (units[: len(units) // 2], units[len(units) // 2 :]) if half]
 
     def update(groups: Sequence[tuple[Unit, ...]]) -> list[float]:
-        _time_forwards(harness, harness.separate, batches, clock)
+        watch = Stopwatch(clock)
+        _time_forwards(harness, harness.separate, batches, watch)
         for block in reversed(range(harness.num_layers)):
             harness.separate.backward(block, block, 0)
         for unit in interpreter.computed_units:
             interpreter.store.units[unit].fill_missing_grads()
-        return [_time_call(clock, partial(interpreter.update, group)) for group in groups]
+        updates = watch.time_all(partial(interpreter.update, group) for group in groups)
+        return watch.read()[updates]
 
     repetitions = repeat_policy.repeat(lambda: (*update(halves), *update([units])))
     *split_s, whole_s = column_medians(repetitions)
@@ -339,13 +353,12 @@ def _time_grad_accumulation(params: Sequence[nn.Parameter], clock: Clock, repeat
         for target, grad in zip(accumulated, new, strict=True):
             target.add_(grad)
 
-    return median(repeat_policy.repeat(partial(_time_call, clock, add)))
+    def time_once() -> float:
+        watch = Stopwatch(clock)
+        watch.time_all([add])
+        return watch.read()[0]
 
-
-def _time_call(clock: Clock, work: Callable[[], object]) -> float:
-    began = clock()
-    work()
-    return clock() - began
+    return median(repeat_policy.repeat(time_once))
 
 
 def _median_step(steps: Sequence[StepTimes]) -> StepTimes:

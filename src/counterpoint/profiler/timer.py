@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 
+from counterpoint.device.event_clock import EventClock
 from counterpoint.device.select import accelerator_for
 from counterpoint.launchers.variables import allocator_variables
 from counterpoint.runtime.malloc import heap_of_process
 
 T = TypeVar("T")
-Clock = Callable[[], float]
+Clock: TypeAlias = Callable[[], float] | EventClock
+"""Tells seconds, or marks a point of a device's work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +50,47 @@ class RepeatPolicy:
 
 
 def device_clock(device: torch.device) -> Clock:
-    """Return a clock that waits for the device before it reads the time.
+    """Return the clock of a device: events, which let it work on while they are passed.
 
     On a CPU with one thread it reads that thread's CPU time, so that other processes of the machine only matter through
     caches and memory bandwidth.
     """
     if device.type == "cpu":
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    return EventClock(accelerator_for(device))
 
-    accelerator = accelerator_for(device)
 
-    def clock() -> float:
-        accelerator.synchronize()
-        return time.perf_counter()
+@final
+class Stopwatch:
+    """Times pieces of work, one after the other; those on a device are read when all of them are launched.
 
-    return clock
+    Args:
+        clock: of the device that works.
+
+    Example:
+        >>> watch = Stopwatch(iter([1.0, 3.0, 3.0, 7.0]).__next__)
+        >>> first = watch.time_all([list, list])
+        >>> watch.read()[first]
+        [2.0, 4.0]
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._moments: list[Any] = []  # of the start and the end of each piece
+
+    def time_all(self, works: Iterable[Callable[[], object]]) -> slice:
+        """Do some pieces of work; return where their times are."""
+        first = len(self._moments) // 2
+        for work in works:
+            self._moments.append(self.clock())
+            work()
+            self._moments.append(self.clock())
+        return slice(first, len(self._moments) // 2)
+
+    def read(self) -> list[float]:
+        """Return the seconds of all pieces; wait for a device."""
+        seconds = self.clock.read(self._moments) if isinstance(self.clock, EventClock) else self._moments
+        return [ended_s - began_s for began_s, ended_s in zip(seconds[::2], seconds[1::2], strict=True)]
 
 
 def column_medians(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -28,7 +28,7 @@ class TraceEvent:
         rank: the rank that ran it.
         index: index of its first instruction in the rank's body.
         text: its text form, ``F0.0 F1.0`` for a call of two blocks.
-        start_s: start, in seconds from the beginning of the step.
+        start_s: start, in seconds from the beginning of the step; a copy of its batch may have run before.
         stop_s: end, likewise.
         lane: where the time was spent.
     """
@@ -39,6 +39,11 @@ class TraceEvent:
     start_s: float
     stop_s: float
     lane: Lane
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a copy of a batch to a device, which no instruction asks for."""
+        return self.text.startswith("copy(")
 
     @property
     def seconds(self) -> float:

@@ -6,7 +6,7 @@ device still computes the one before, or earlier, if the batch is known earlier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torch.utils._pytree import tree_leaves
 
 from counterpoint.device.copy_stream import CopyStream, StartedCopies
+from counterpoint.device.event_clock import DeviceSpan
 from counterpoint.partitioning.partitioned_model import FlatInputs, as_call_args
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource
 
@@ -25,6 +26,9 @@ class MicrobatchRead(NamedTuple):
 
     part: BatchPart
     micro: int
+
+    def __str__(self) -> str:
+        return f"copy({self.part}.{self.micro})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class BatchCopies:
         self._flatten_inputs = flatten_inputs
         self._inputs = inputs
         self._batches: dict[int, CopiedBatch] = {}  # by the step that finishes them
+        self._timed: list[tuple[MicrobatchRead, DeviceSpan]] | None = None
 
     def start_step(self, number: int, batch: MicrobatchSource) -> None:
         """Start the copies of all that a step may read, unless they were started.
@@ -81,9 +86,24 @@ class BatchCopies:
         self._batches[step] = CopiedBatch(batch, copies)
 
     def _start_read(self, read: MicrobatchRead, batch: MicrobatchSource) -> StartedCopies:
+        is_timed = self._timed is not None
         if read.part == "targets":
-            return self.stream.start(tree_leaves(batch.targets(read.micro)))
-        return self.stream.start(self._flatten_inputs(as_call_args(batch.inputs(read.micro))).values, self._inputs)
+            copies = self.stream.start(tree_leaves(batch.targets(read.micro)), is_timed=is_timed)
+        else:
+            values = self._flatten_inputs(as_call_args(batch.inputs(read.micro))).values
+            copies = self.stream.start(values, self._inputs, is_timed=is_timed)
+        if self._timed is not None and copies.span is not None:
+            self._timed.append((read, copies.span))
+        return copies
+
+    def record_spans(self, *, enabled: bool) -> None:
+        """Record when the device makes the copies that are started from now on, or stop to."""
+        self._timed = [] if enabled else None
+
+    @property
+    def spans(self) -> Sequence[tuple[MicrobatchRead, DeviceSpan]]:
+        """What was recorded."""
+        return self._timed or ()
 
     def start_ahead(self, step: int, batch: MicrobatchSource) -> None:
         """Start the copies of a batch before its step begins, which raises an error of reading it."""

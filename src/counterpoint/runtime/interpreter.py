@@ -27,11 +27,12 @@ from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.copy_stream import CopyStream
+from counterpoint.device.event_clock import DeviceSpan, EventClock
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.shm.magnitudes import find_magnitudes, magnitude_tensor
 from counterpoint.model.spec import Unit
-from counterpoint.program.instruction import Collective, Commit, Free, Pull, Push, Recv, Send, SwapGradBuffers
+from counterpoint.program.instruction import Collective, Commit, Forward, Free, Pull, Push, Recv, Send, SwapGradBuffers
 from counterpoint.program.recompute_sets import find_recomputed
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
@@ -96,7 +97,7 @@ from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource, com
 from counterpoint.runtime.optimizer_spec import squared_norm, squared_norm_tensor
 from counterpoint.runtime.params.grad_check import DeviceGradReport
 from counterpoint.runtime.params.param_store import ParamStore
-from counterpoint.runtime.rank_state import CallTiming, RankState
+from counterpoint.runtime.rank_state import CallTiming, EventTiming, RankState, read_event_timings
 from counterpoint.runtime.rng.sample_rng import SampleRNG
 from counterpoint.strategies.buckets import BucketConfig
 
@@ -181,7 +182,7 @@ class Interpreter:
         self.replica_groups = replica_groups
         self.copy_stream: CopyStream | None = None  # on which batches are copied to a device
         self.state = RankState(loss_scaler=LossScaler(guard.loss_scale))
-        self.clock: Callable[[], float] | None = None
+        self.clock: Callable[[], float] | EventClock | None = None
         self.busy_timer = BusyTimer()
         self.server_loop = ParameterServerLoop(store, fabric, self.state.push_log)
         self.build_parts()
@@ -236,9 +237,26 @@ class Interpreter:
         self.copy_stream = stream
         self.executor.copies = self.make_batch_copies(stream)
 
-    def use_clock(self, clock: Callable[[], float] | None) -> None:
-        """Record the time of each call from now on, or of none."""
+    def use_clock(self, clock: Callable[[], float] | EventClock | None) -> None:
+        """Record the time of each call from now on, or of none; on a device also of collectives and copies."""
         self.clock = clock
+        if self.executor.copies is not None:
+            self.executor.copies.record_spans(enabled=isinstance(clock, EventClock))
+
+    def read_timings(self) -> Sequence[CallTiming]:
+        """Return the times of the calls of the last step; wait for a device that has not reached its end."""
+        if not isinstance(self.clock, EventClock):
+            return self.state.timings
+        copies = () if self.executor.copies is None else self.executor.copies.spans
+        forwards = [
+            (one.micro, index) for index, one in enumerate(self.program.instructions) if isinstance(one, Forward)
+        ]
+        readers = dict(reversed(forwards))  # the first one of each microbatch
+        timings = [
+            EventTiming(index := readers.get(read.micro, 0), index + 1, [span], is_transfer=True, text=str(read))
+            for read, span in copies
+        ]
+        return read_event_timings(self.clock, [*self.state.event_timings, *timings])
 
     def step(
         self,
@@ -327,6 +345,9 @@ class Interpreter:
         """Run calls in order, and record their times if there is a clock."""
         torch.clear_autocast_cache()  # weights may have changed since they were cast
         clock = self.clock
+        if isinstance(clock, EventClock):
+            self.run_between_events(calls, clock)
+            return
         if clock is None:
             for call, _, _ in calls:
                 if type(call) in COMMUNICATING_CALLS:
@@ -347,6 +368,22 @@ class Interpreter:
             index = self.program.instructions.index(reduce.instruction)
             self.state.timings.append(CallTiming(index, index + 1, reduce.start_s, reduce.stop_s, is_transfer=True))
 
+    def run_between_events(self, calls: Sequence[tuple[RuntimeCall, int, int]], clock: EventClock) -> None:
+        """Run calls in order, each between two events of the stream, and record when the device runs collectives."""
+        timings = self.state.event_timings
+        for call, start, stop in calls:
+            start_s, began = perf_counter(), clock()
+            with self.fabric.record_spans() as spans:
+                self.execute(call)
+            timings.append(EventTiming(start, stop, [DeviceSpan(began, clock())]))
+            if isinstance(call, CollectiveRun):
+                timings.append(EventTiming(start, stop, spans, is_transfer=True))
+            if type(call) in COMMUNICATING_CALLS:
+                self.busy_timer.add_wait(perf_counter() - start_s)
+        for reduce in self.communication.overlap.reduces():
+            index = self.program.instructions.index(reduce.instruction)
+            timings.append(EventTiming(index, index + 1, reduce.spans, is_transfer=True))
+
     def execute(self, call: RuntimeCall) -> None:  # noqa: C901, PLR0912 - one case for each call
         """Run one call."""
         match call:
@@ -356,7 +393,9 @@ class Interpreter:
                 self.executor.recompute(first, last, micro, version)
             case BackwardRun(first, last, micro, version, part="", overlapping=overlapping):
                 with (
-                    self.communication.overlap.overlap_backward(overlapping, self.clock)
+                    self.communication.overlap.overlap_backward(
+                        overlapping, perf_counter if isinstance(self.clock, EventClock) else self.clock
+                    )
                     if overlapping
                     else nullcontext()
                 ):

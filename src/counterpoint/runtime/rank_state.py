@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
+from counterpoint.device.event_clock import DeviceSpan, EventClock
 from counterpoint.runtime.commit.device_commit import LateResult, PendingCommit
 from counterpoint.runtime.commit.step_commit import StepResult, merge_results
 from counterpoint.runtime.loss.loss_scale import LossScaler
@@ -25,13 +28,56 @@ class PushRecord:
 
 @dataclass(slots=True)
 class CallTiming:
-    """Times of one call, or of one transfer that overlapped with calls, and the range of its instructions."""
+    """Times of one call, or of one transfer that overlapped with calls, and the range of its instructions.
+
+    Args:
+        start: the index of the first instruction.
+        stop: one past the last one.
+        start_s: start, in seconds of the clock.
+        stop_s: end.
+        is_transfer: whether it is a transfer.
+        text: what it is, if not the instructions.
+    """
 
     start: int
     stop: int
     start_s: float
     stop_s: float
     is_transfer: bool = False
+    text: str = ""
+
+
+class EventTiming(NamedTuple):
+    """The same in events of a device, which are read when it has done the step.
+
+    Args:
+        start: the index of the first instruction.
+        stop: one past the last one.
+        spans: when the device does its parts; there is none of what ran on the host.
+        is_transfer: whether it is a transfer.
+        text: what it is, if not the instructions.
+    """
+
+    start: int
+    stop: int
+    spans: Sequence[DeviceSpan]
+    is_transfer: bool = False
+    text: str = ""
+
+
+def read_event_timings(clock: EventClock, timings: Sequence[EventTiming]) -> list[CallTiming]:
+    """Return the times of events on a device, each from the begin of its first part to the end of its last one."""
+    found = [
+        (timing, [event for span in timing.spans for event in (span.began, span.ended) if event is not None])
+        for timing in timings
+    ]
+    seconds = iter(clock.read([event for _, events in found for event in events]))
+    read = [(timing, list(islice(seconds, len(events)))) for timing, events in found]
+    return [
+        CallTiming(timing.start, timing.stop, min(times), max(times), timing.is_transfer, timing.text)
+        for timing, times in read
+        if times
+    ]
 
 
 @dataclass(slots=True)
@@ -52,7 +98,8 @@ class RankState:
         delayed_mean_factor: what makes the delayed gradients those of a weighted mean.
         loss_scaler: the loss scale of this step, and what the next one depends on.
         push_log: the pushes that a server has applied, in order.
-        timings: the calls of the last step, if there was a clock.
+        timings: the calls of the last step, if there was a clock of the host.
+        event_timings: the calls of the last step, and their transfers, if there was a clock of the device.
     """
 
     result: StepResult | None = None
@@ -68,6 +115,7 @@ class RankState:
     loss_scaler: LossScaler = field(default_factory=LossScaler)
     push_log: list[PushRecord] = field(default_factory=list)
     timings: list[CallTiming] = field(default_factory=list)
+    event_timings: list[EventTiming] = field(default_factory=list)
     _before_step: tuple[int, bool, float, float, tuple[float, int, int]] | None = None
     """What a commit changes for later steps."""
 
@@ -75,6 +123,7 @@ class RankState:
         """Start a step without results."""
         self.result, self.late_result, self.num_commits, self.scale, self.skip_update = None, None, 0, 1.0, False
         self.timings.clear()
+        self.event_timings.clear()
         self.keep_for_rollback()
 
     def keep_for_rollback(self) -> None:

@@ -17,34 +17,54 @@ from counterpoint.testing.stand_in_streams import Clock
 
 @final
 class StandInEvent:
-    """What a stream of the stand-in device had been given at some point."""
+    """What a stream of the stand-in device had been given at some point, and when it will have done that.
 
-    def __init__(self) -> None:
+    Args:
+        enable_timing: whether its time may be asked for.
+    """
+
+    def __init__(self, *, enable_timing: bool = False) -> None:
         self.clock: Clock = {}
         self.num_launches = 0
+        self.time_ms = 0.0
+        self.enable_timing = enable_timing
 
     def record(self, stream: StandInStream | None = None) -> None:
         """Set it to what a stream has been given so far."""
         self.num_launches = DEVICE.num_launches
-        self.clock = DEVICE.order.snapshot(DEVICE.order.current if stream is None else stream.number)
+        number = DEVICE.order.current if stream is None else stream.number
+        self.clock, self.time_ms = DEVICE.order.snapshot(number), DEVICE.order.time_ms(number)
 
     def wait(self, stream: StandInStream | None = None) -> None:
         """Let a stream wait for it."""
-        DEVICE.order.wait(DEVICE.order.current if stream is None else stream.number, self.clock)
+        DEVICE.order.wait(DEVICE.order.current if stream is None else stream.number, self.clock, self.time_ms)
 
     def query(self) -> bool:
         """Return whether the host has waited for it; the device may be as late as it likes, if it has no limit."""
         if DEVICE.has_passed(self.num_launches):
-            DEVICE.order.wait_on_host(self.clock)
+            DEVICE.order.wait_on_host(self.clock, self.time_ms)
+        return self.is_reached()
+
+    def is_reached(self) -> bool:
+        """Return whether the host has waited for it."""
         return all(DEVICE.order.host_clock.get(stream, 0) >= number for stream, number in self.clock.items())
 
     def synchronize(self) -> None:
         """Let the host wait for it."""
-        DEVICE.wait_on_host("event", self.clock)
+        DEVICE.wait_on_host("event", self.clock, self.time_ms)
 
     def elapsed_time(self, end_event: StandInEvent) -> float:
-        """Return one millisecond for each operation in between."""
-        return float(sum(number - self.clock.get(stream, 0) for stream, number in end_event.clock.items()))
+        """Return the milliseconds from here to a later event.
+
+        Raises:
+            ValueError: an event was made without timing.
+            RuntimeError: the device may not have reached one, as the host has not waited for it.
+        """
+        if not (self.enable_timing and end_event.enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.is_reached() and end_event.is_reached()):
+            raise RuntimeError("device not ready: the host has not waited for the events whose times it reads")
+        return end_event.time_ms - self.time_ms
 
 
 @final
@@ -119,8 +139,7 @@ class StandInAccelerator(Accelerator):
 
     def new_event(self, *, enable_timing: bool = False) -> Event:
         """Return a new event."""
-        del enable_timing
-        return StandInEvent()
+        return StandInEvent(enable_timing=enable_timing)
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:  # noqa: ANN401 - as above
         """Keep the memory of a tensor, once it is dropped, until a stream has done its work so far."""

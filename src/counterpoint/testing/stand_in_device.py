@@ -360,10 +360,12 @@ class StandInDevice:
         for error in errors:
             raise error
 
-    def wait_on_host(self, kind: str, clock: dict[int, int] | None = None) -> None:
+    def wait_on_host(self, kind: str, clock: dict[int, int] | None = None, time_ms: float | None = None) -> None:
         """Count one wait of the host, for what an event has recorded or for all streams."""
         self.host_waits[kind, str(find_line())] += 1
-        self.order.wait_on_host(clock)
+        if clock is not None and time_ms is None:
+            time_ms = self.order.time_ms(self.order.current)
+        self.order.wait_on_host(clock, time_ms)
 
     def empty_pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return uninitialized host memory, which asynchronous copies may use."""

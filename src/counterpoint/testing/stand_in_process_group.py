@@ -49,7 +49,7 @@ class StandInWork:
         """Return whether the values have moved; then the host knows that the device has done it, without a wait."""
         is_done = not self._thread.is_alive()
         if is_done:
-            DEVICE.order.wait_on_host(self._end.clock)
+            DEVICE.order.wait_on_host(self._end.clock, self._end.time_ms)
         return is_done
 
     def wait(self, timeout: timedelta = GLOO_TIMEOUT) -> bool:

@@ -9,6 +9,12 @@ only if an event or the host has ordered the two::
 
 Operations on different bytes of one allocation need no order; the gaps of a view count as its bytes.
 
+The device has a time of its own: an operation takes a millisecond, streams work side by side, and launching takes no
+time, so that the device is behind the host until that waits::
+
+    stream 0 | write x . e | ..... compute ..... | wait f
+    stream 1 |             | wait e . read x . f
+
 The host is ordered like a stream: a copy to pinned memory arrives when the host has waited for it. Before, the memory
 has nan, or -1.
 """
@@ -23,6 +29,10 @@ from typing import NamedTuple, TypeAlias
 
 Clock: TypeAlias = dict[int, int]
 """For each stream how many of its operations have surely ended."""
+
+
+OPERATION_MS = 1.0
+"""How long an operation takes on a stream."""
 
 
 class RaceError(RuntimeError):
@@ -158,6 +168,8 @@ class StreamOrder:
         self.find_line = find_line
         self.clocks: dict[int, Clock] = {0: {}}
         self.host_clock: Clock = {}
+        self.host_ms = 0.0  # of the device, when the host has last waited for it
+        self.stream_ms: dict[int, float] = {}  # when each stream will have done what it was given
         self.errors: list[RaceError] = []
         self._counts: dict[int, int] = {}
         self._transfers: list[HostTransfer] = []
@@ -200,12 +212,20 @@ class StreamOrder:
         """Return what has surely ended when a stream comes to this point; what an event records."""
         return {**self.host_clock, **self._merged(self.clocks[stream], self.host_clock)}
 
-    def wait(self, stream: int, clock: Clock) -> None:
-        """Let a stream wait for what an event has recorded."""
-        self.clocks[stream] = self._merged(self.clocks[stream], clock)
+    def time_ms(self, stream: int) -> float:
+        """Return when a stream comes to this point, in milliseconds of the device."""
+        return max(self.stream_ms.get(stream, 0.0), self.host_ms)
 
-    def wait_on_host(self, clock: Clock | None = None) -> None:
-        """Let the host wait for what an event has recorded; by default for all streams."""
+    def wait(self, stream: int, clock: Clock, time_ms: float = 0.0) -> None:
+        """Let a stream wait for what an event has recorded, and until its time."""
+        self.clocks[stream] = self._merged(self.clocks[stream], clock)
+        self.stream_ms[stream] = max(self.time_ms(stream), time_ms)
+
+    def wait_on_host(self, clock: Clock | None = None, time_ms: float | None = None) -> None:
+        """Let the host wait for what an event has recorded, and until its time; by default for all streams."""
+        self.host_ms = (
+            max(self.host_ms, *self.stream_ms.values(), 0.0) if time_ms is None else max(self.host_ms, time_ms)
+        )
         for one in list(self.clocks.values()) if clock is None else (clock,):
             self.host_clock = self._merged(self.host_clock, one)
         arrived = [transfer for transfer in self._transfers if self.is_complete(transfer.access)]
@@ -232,6 +252,7 @@ class StreamOrder:
             stream = self.current
             clock = self.clocks[stream] = self._merged(self.clocks[stream], self.host_clock)
             number = self._counts[stream] = clock[stream] = self._counts.get(stream, 0) + 1
+            self.stream_ms[stream] = self.time_ms(stream) + OPERATION_MS
             access = Access(stream, number, self.find_line())
             for accesses, start, stop in writes:
                 covered = accesses.cover(start, stop)

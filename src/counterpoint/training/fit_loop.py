@@ -365,10 +365,11 @@ class FitLoop:
                 in_flight.batches[step] = self.batch_of(step)
         for step in warmup:
             self.local_ranks.step(step, in_flight.batch_source(step))
+        source, read_ahead = in_flight.batch_source(number), self.ahead_reader()
         if traced:
-            result, trace = trace_step(self.local_ranks, number, in_flight.batch_source(number))
+            result, trace = trace_step(self.local_ranks, number, source, read_ahead)
         else:
-            result, trace = self.local_ranks.step(number, in_flight.batch_source(number), self.ahead_reader()), None
+            result, trace = self.local_ranks.step(number, source, read_ahead), None
         batch = in_flight.batches.pop(number)
         if self.committed_microbatches and isinstance(batch, SlicedBatch):  # of a stream, which may differ on ranks
             rank = self.local_ranks.world.fabrics[0].rank

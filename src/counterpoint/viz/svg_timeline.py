@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterpoint.program.trace import Trace, TraceEvent
 from counterpoint.viz.event_style import KIND_COLOURS, EventKind, EventLabels, chunk_shade, chunk_suffix, event_kind
@@ -149,7 +149,8 @@ def _height(kind: EventKind) -> float:
 def _draw_panel(trace: Trace, axis: _TimeAxis, top: float, max_ranks: int, title: str) -> _Panel:
     ranks: defaultdict[int, list[TraceEvent]] = defaultdict(list)
     for event in trace.events:
-        ranks[event.rank].append(event)
+        if event.stop_s >= 0.0:  # a copy may have run before the step
+            ranks[event.rank].append(replace(event, start_s=max(event.start_s, 0.0)))
     num_shown = min(trace.num_ranks, max(1, max_ranks))
     has_links = any(event.lane == "link" and event.seconds > 0 for event in trace.events)
     pitch = ROW_HEIGHT + GAP + (LINK_HEIGHT + 2 if has_links else 0)

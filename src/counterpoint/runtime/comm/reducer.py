@@ -24,13 +24,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from counterpoint.device.event_clock import DeviceSpan
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Work
 from counterpoint.program.instruction import Collective, TensorRef
@@ -149,11 +150,15 @@ class GradSlot:
 
 @dataclass(slots=True)
 class OverlappedReduce:
-    """Reductions in flight, with the times of their start and of when they were seen to be complete."""
+    """Reductions in flight, with the times of their start and of when they were seen to be complete.
+
+    On a device these are times of the host, and ``spans`` tell when it executes them.
+    """
 
     instruction: Collective
     works: Sequence[Work]
     start_s: float
+    spans: Sequence[DeviceSpan] = ()
     stop_s: float = math.nan
 
     def poll(self, clock: ClockFn) -> None:
@@ -304,13 +309,15 @@ class Reducer:
         progress, start_s = self.progress, self.clock() if self.clock is not None else 0.0
         grads, instruction = flat_grad.flat_params.own_grads, flat_grad.instruction
         flat, label = grads.buffer(), flat_grad.label
-        works = [
-            grads.start_range_reduce(self.fabric, instruction, label, flat[start:stop], start) for start, stop in ranges
-        ]
+        with nullcontext(()) if self.clock is None else self.fabric.record_spans() as spans:
+            works = [
+                grads.start_range_reduce(self.fabric, instruction, label, flat[start:stop], start)
+                for start, stop in ranges
+            ]
         progress.ranges.setdefault(flat_grad.index, []).extend(ranges)
         progress.works.setdefault(flat_grad.index, []).extend(works)
         if self.clock is not None and works:
-            self.reduces.append(OverlappedReduce(instruction, works, start_s))
+            self.reduces.append(OverlappedReduce(instruction, works, start_s, spans))
 
     def start_remaining(self, instruction: Collective) -> Iterator[tuple[FlatParams, Work, Collective]]:
         """Start the rest of a reduction at its instruction; yield all of it that is in flight."""

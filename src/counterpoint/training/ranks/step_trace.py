@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
+from counterpoint.device.event_clock import EventClock
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.program.instruction import (
     ApplyPushes,
@@ -31,22 +34,40 @@ from counterpoint.runtime.microbatches import MicrobatchSource
 from counterpoint.runtime.rank_state import CallTiming
 from counterpoint.training.ranks.local_ranks import LocalRanks
 
+TimingRow: TypeAlias = list[Any]
+"""Start and stop of the instructions, start and stop in seconds, whether it is a transfer, and its text."""
 
-def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) -> tuple[StepResult | LateResult, Trace]:
+
+def trace_step(
+    local_ranks: LocalRanks,
+    number: int,
+    batch: MicrobatchSource,
+    while_computing: Callable[[], None] | None = None,
+) -> tuple[StepResult | LateResult, Trace]:
     """Take a step with a clock on every rank and return its trace, the same on all of them.
 
     Ranks of one process run one at a time, so their times are those of each rank, not of ranks that run concurrently.
+    On a device the clock is its own: times are those at which it did the work, and are read once after the step.
+    Collectives on other streams and copies of batches are in the lane ``link``.
+
+    Args:
+        local_ranks: of this process.
+        number: of the step.
+        batch: what it reads.
+        while_computing: as of :meth:`LocalRanks.step`.
     """
     assert local_ranks.compiled is not None, "built"
     rank_programs = local_ranks.variant_at(number).program.rank_programs
+    accelerator = local_ranks.accelerator
+    clock = time.perf_counter if accelerator.is_host else EventClock(accelerator)
     for rank in local_ranks.ranks.values():
-        rank.interpreter.use_clock(time.perf_counter)
+        rank.interpreter.use_clock(clock)
     try:
-        result = local_ranks.step(number, batch)
+        result = local_ranks.step(number, batch, while_computing)
+        timings = {index: _to_rows(rank.interpreter.read_timings()) for index, rank in local_ranks.ranks.items()}
     finally:
         for rank in local_ranks.ranks.values():
             rank.interpreter.use_clock(None)
-    timings = {index: _to_floats(rank.interpreter.state.timings) for index, rank in local_ranks.ranks.items()}
     first: Fabric = local_ranks.world.fabrics[0]
     if len(local_ranks.world.fabrics) < first.num_ranks:
         gathered = first.gather_values("trace", timings[first.rank], tuple(range(first.num_ranks)))
@@ -55,26 +76,26 @@ def trace_step(local_ranks: LocalRanks, number: int, batch: MicrobatchSource) ->
     return result, Trace.from_events(events, len(rank_programs), "measured")
 
 
-def _to_floats(timings: list[CallTiming]) -> list[list[float]]:
-    """Return timings as numbers, relative to the first one."""
-    origin_s = timings[0].start_s if timings else 0.0
+def _to_rows(timings: Sequence[CallTiming]) -> list[TimingRow]:
+    """Return timings as JSON, relative to the first call; a copy may have run before it."""
+    origin_s = min((timing.start_s for timing in timings if not timing.is_transfer), default=0.0)
     return [
-        [timing.start, timing.stop, timing.start_s - origin_s, timing.stop_s - origin_s, float(timing.is_transfer)]
-        for timing in timings
+        [one.start, one.stop, one.start_s - origin_s, one.stop_s - origin_s, one.is_transfer, one.text]
+        for one in timings
     ]
 
 
-def _events(rank: int, instructions: tuple[Instruction, ...], times: list[list[float]]) -> list[TraceEvent]:
+def _events(rank: int, instructions: tuple[Instruction, ...], rows: list[TimingRow]) -> list[TraceEvent]:
     return [
         TraceEvent(
             rank,
-            int(start),
-            " ".join(map(format_instruction, instructions[int(start) : int(stop)])),
+            start,
+            text or " ".join(map(format_instruction, instructions[start:stop])),
             began,
             ended,
-            "link" if is_transfer else trace_lane(instructions[int(start)]),
+            "link" if is_transfer else trace_lane(instructions[start]),
         )
-        for start, stop, began, ended, is_transfer in times
+        for start, stop, began, ended, is_transfer, text in rows
     ]
 
 

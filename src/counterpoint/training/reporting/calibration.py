@@ -119,6 +119,8 @@ def calibrate(model: ModelSpec, measured: Trace) -> CalibratedCosts:
     communication: defaultdict[CostKey, list[float]] = defaultdict(list)
     async_seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
     for event in measured.events:
+        if event.is_copy:
+            continue
         instructions = [parse_instruction(text) for text in event.text.split()]
         for key, seconds in split_by_work(instructions, event, model):
             computation[key].append(seconds)
