@@ -275,7 +275,8 @@ class Interpreter:
             variant: its name.
             given: what the user has given, which the members of a commit compare; None where there is one process.
             stop_signals: those that have asked this rank to stop, also during the step; a commit tells all members.
-            while_computing: called once forwards and backwards are launched, before the host may wait for them.
+            while_computing: called once before the host may wait for what it has launched: before the first commit if
+                the host decides it, otherwise after the update.
 
         A loss or gradient that is not finite and may not be skipped, or a parameter without a gradient, raises
         ``DataError``, and no parameter has changed; a failed rank raises ``PeerError`` on all others. If decisions are
@@ -306,6 +307,7 @@ class Interpreter:
         self.state.end_step()
         if self.executor.copies is not None:
             self.executor.copies.end_step(number)
+        self.call_while_computing()
         self.finish_commits(before=number)
         return self.state.result if self.state.late_result is None else self.state.late_result
 
@@ -335,6 +337,12 @@ class Interpreter:
             return totals
         finally:
             self.executor, self.communication = training
+
+    def call_while_computing(self) -> None:
+        """Do what the caller of this step wants to be done while the device computes, once."""
+        while_computing, self.while_computing = self.while_computing, None
+        if while_computing is not None:
+            while_computing()
 
     def autocast(self) -> AbstractContextManager[object]:
         """Enter the plan's autocast, if it has one; casts of weights are kept until an update, over microbatches."""
@@ -411,9 +419,8 @@ class Interpreter:
             case Recv(tensor, peer, codec):
                 self.communication.recv(tensor, peer, codec)
             case Commit(group, loss_group):
-                if self.while_computing is not None:
-                    while_computing, self.while_computing = self.while_computing, None
-                    while_computing()
+                if not self.decides_on_device:
+                    self.call_while_computing()
                 self.commit(group, loss_group)
             case SwapGradBuffers(unit):
                 self.swap_grad_buffers(unit)

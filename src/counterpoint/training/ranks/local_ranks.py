@@ -592,10 +592,10 @@ class LocalRanks:
                 :meth:`finish_copies`.
         """
         # several ranks have threads and random states of their own, in which the user's dataset does not expect to run
-        before_commit = while_computing if len(self.ranks) == 1 else None
+        before_wait = while_computing if len(self.ranks) == 1 else None
         try:
-            result = self.run_step(number, batch, before_commit)
-            if while_computing is not None and before_commit is None:
+            result = self.run_step(number, batch, before_wait)
+            if while_computing is not None and before_wait is None:
                 while_computing()
         finally:
             if while_computing is None:
@@ -603,9 +603,9 @@ class LocalRanks:
         return result
 
     def run_step(
-        self, number: int, batch: MicrobatchSource, before_commit: Callable[[], None] | None
+        self, number: int, batch: MicrobatchSource, before_wait: Callable[[], None] | None
     ) -> StepResult | LateResult:
-        """Run one training step, and something before the first commit of each rank."""
+        """Run one training step, and something on each rank before the host may wait for the device."""
         require_no_autocast(self.precision)
         replaced = None if self.observer is None else self.observer.before_step(self, batch)
         if replaced is not None:
@@ -629,9 +629,7 @@ class LocalRanks:
             with self.explain_division(batch, fabric.rank), annotate_errors(interpreter, fabric.rank):
                 if self.can_share_params:
                     interpreter.store.share_on_host(fabric)
-                return interpreter.step(
-                    number, batch, variant.name, changes.step_facts, self.stop_signals, before_commit
-                )
+                return interpreter.step(number, batch, variant.name, changes.step_facts, self.stop_signals, before_wait)
 
         self.is_in_step = True
         try:
