@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from benchmarks.gpu import facts, nccl, survey, tests as gpu_tests, throughput
 from benchmarks.gpu.checks import Check, format_table, part_verdict, read_checks, write_part
@@ -23,6 +24,7 @@ LINES = (
     "waits of the host in a step",
     "pytest -m gpu",
     "zero(2, level=3)",
+    "solo | trainer",
     "torch.distributed, 2 ranks",
     "kill -9",
     "pipeline(2) in processes",
@@ -32,6 +34,14 @@ LINES = (
     "text, bf16",
     "3 B, state in host memory",
 )
+
+
+@pytest.fixture(autouse=True)
+def restore_matmul_precision():
+    """Keep the precision of products, which a dry run in this process sets, from later tests: those of rooflines failed."""
+    former = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(former)
 
 
 @pytest.mark.long
