@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import counterpoint as cp
 from counterpoint.device.copy_stream import CopyStream
@@ -120,7 +120,7 @@ def test_a_step_does_not_wait_for_the_copies_of_pinned_tensors(plan):
     assert not waits
 
 
-class Samples:
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """A dataset that notes which samples are read, after how many waits for the device, and may lack one."""
 
     def __init__(self, missing=-1):
