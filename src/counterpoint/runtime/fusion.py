@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from counterpoint.program.fusion import fuses_with
 from counterpoint.program.grad_overlap import OverlapMap
@@ -129,6 +129,20 @@ RuntimeCall: TypeAlias = (
 )
 
 
+class FusedCall(NamedTuple):
+    """A call, and which instructions of the program it runs.
+
+    Args:
+        call: what the interpreter executes.
+        start: index of its first instruction.
+        stop: one past its last.
+    """
+
+    call: RuntimeCall
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class LoweredProgram:
     """What a rank runs in one step variant.
@@ -170,10 +184,8 @@ def shift_call(call: RuntimeCall, num_microbatches: int) -> RuntimeCall:
             return call
 
 
-def fuse(
-    instructions: Sequence[Instruction], overlap: OverlapMap = MappingProxyType({})
-) -> tuple[tuple[RuntimeCall, int, int], ...]:
-    """Return the fused calls, each with the index of its first instruction and one past its last.
+def fuse(instructions: Sequence[Instruction], overlap: OverlapMap = MappingProxyType({})) -> tuple[FusedCall, ...]:
+    """Return the calls that run the instructions, adjacent ones as one call where they can be.
 
     Args:
         instructions: the rank's program.
@@ -188,7 +200,7 @@ def fuse(
         call = _fuse_run(instructions[start:stop])
         if isinstance(call, BackwardRun) and stop - 1 in overlap:
             call = replace(call, overlapping=overlap[stop - 1])
-        calls.append((call, start, stop))
+        calls.append(FusedCall(call, start, stop))
         start = stop
     return tuple(calls)
 
@@ -219,7 +231,7 @@ def _fuse_run(instructions: Sequence[Instruction]) -> RuntimeCall:
             return first
 
 
-def segment_boundaries(calls: Sequence[tuple[RuntimeCall, int, int]]) -> tuple[tuple[int, int], ...]:
+def segment_boundaries(calls: Sequence[FusedCall]) -> tuple[tuple[int, int], ...]:
     """Return the block ranges that run as one function each: ``(first, one past the last)``.
 
     A range ends wherever a forward or a backward call begins or ends, so that autograd can run each separately.

@@ -81,6 +81,7 @@ from counterpoint.runtime.fusion import (
     CollectiveRun,
     FetchRun,
     ForwardRun,
+    FusedCall,
     LoweredProgram,
     OffloadRun,
     RecomputeRun,
@@ -147,7 +148,7 @@ class Interpreter:
         self.programs = {
             name: (program, fuse(program.instructions, program.overlap)) for name, program in programs.items()
         }
-        self.program, self.calls = list(self.programs.values())[-1]
+        self.program, self.calls = list(self.programs.values())[-1]  # `step` chooses another
         self.forward_calls = fuse(forward_only(self.program.instructions, self.program.microbatches_per_batch))
         self.recompute_sets = {
             name: find_recomputed(program.instructions, program.microbatches_per_batch)
@@ -163,17 +164,17 @@ class Interpreter:
         self.accelerator, self.rng = accelerator, rng
         self.guard, self.decides_on_device = guard, decides_on_device
         self.computing_ranks = computing_ranks
-        runs = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
-        blocks = {block for run in runs for block in range(run.first, run.last + 1)}
+        forwards = [call for call, _, _ in self.calls if isinstance(call, ForwardRun)]
+        blocks = {block for forward in forwards for block in range(forward.first, forward.last + 1)}
         self.backward_micros = {call.micro for call, _, _ in self.calls if isinstance(call, BackwardRun)}
         self.computed_units = tuple(unit for unit in store.units if not blocks.isdisjoint(unit))
-        calls = [call for _, run in self.programs.values() for call, _, _ in run]
         self.pushed_units = {
             instruction.tensor.blocks
             for instruction in self.program.instructions
             if isinstance(instruction, Push) and instruction.tensor.name != "weight"
         }
-        self.splits_backward = any(isinstance(call, BackwardRun) and call.part for call in calls)
+        all_calls = [call for _, calls in self.programs.values() for call, _, _ in calls]
+        self.splits_backward = any(isinstance(call, BackwardRun) and call.part for call in all_calls)
         self.model = model
         self.compressed_contributions = compressed_contributions
         self.buckets = buckets
@@ -291,7 +292,7 @@ class Interpreter:
         self.program, calls = self.programs[variant]
         if self.program.microbatches_per_batch:
             calls = tuple(
-                (shift_call(call, number * self.program.microbatches_per_batch), start, stop)
+                FusedCall(shift_call(call, number * self.program.microbatches_per_batch), start, stop)
                 for call, start, stop in calls
             )
         loss_scale = self.current_loss_scale()
@@ -349,7 +350,7 @@ class Interpreter:
         dtype = self.model.autocast
         return nullcontext() if dtype is None else torch.autocast(self.accelerator.device.type, dtype)
 
-    def run_calls(self, calls: Sequence[tuple[RuntimeCall, int, int]]) -> None:
+    def run_calls(self, calls: Sequence[FusedCall]) -> None:
         """Run calls in order, and record their times if there is a clock."""
         torch.clear_autocast_cache()  # weights may have changed since they were cast
         clock = self.clock
@@ -372,9 +373,9 @@ class Interpreter:
             self.state.timings.append(timing)
             if type(call) in COMMUNICATING_CALLS:
                 self.busy_timer.add_wait(timing.stop_s - timing.start_s)
-        for reduce in self.communication.overlap.reduces():
-            index = self.program.instructions.index(reduce.instruction)
-            self.state.timings.append(CallTiming(index, index + 1, reduce.start_s, reduce.stop_s, is_transfer=True))
+        for timed in self.communication.overlap.timed_reductions():
+            index = self.program.instructions.index(timed.instruction)
+            self.state.timings.append(CallTiming(index, index + 1, timed.start_s, timed.stop_s, is_transfer=True))
 
     def run_between_events(self, calls: Sequence[tuple[RuntimeCall, int, int]], clock: EventClock) -> None:
         """Run calls in order, each between two events of the stream, and record when the device runs collectives."""
@@ -450,13 +451,13 @@ class Interpreter:
         else:
             self.communication.wait(instructions[0])
 
-    def swap_grad_buffers(self, unit: tuple[int, ...]) -> None:
+    def swap_grad_buffers(self, unit: Unit) -> None:
         """Delay this step's gradient and take back that of the step before; clear the latter if it is to be skipped."""
         self.store.swap_grad_buffers(unit)
         if self.state.skip_delayed_update:
             self.store.units[unit].clear_grads()
 
-    def commit(self, group: tuple[int, ...], loss_group: tuple[int, ...]) -> None:
+    def commit(self, group: Group, loss_group: Group) -> None:
         """Agree with the group on whether and how the step is applied."""
         scope = commit_scope(self.program, self.step_number, self.state.num_commits)
         batch, batch_norm = self.executor.batch, self.batch_norm
@@ -796,7 +797,7 @@ class Interpreter:
         for unit in self.computed_units:
             self.store.units[unit].fill_missing_grads()
 
-    def update(self, units: tuple[tuple[int, ...], ...]) -> None:
+    def update(self, units: tuple[Unit, ...]) -> None:
         """Apply the optimizer to some units unless the step is skipped; the old weights stay readable as a version."""
         self.store.begin_version(is_new=not self.is_skipped())
         if self.is_skipped():
@@ -806,7 +807,7 @@ class Interpreter:
         self.store.update(units, self.rng.step)
         torch.clear_autocast_cache()  # it holds casts of the old weights
 
-    def fetch(self, units: tuple[tuple[int, ...], ...]) -> None:
+    def fetch(self, units: tuple[Unit, ...]) -> None:
         """Start to read offloaded optimizer state, unless the update is skipped."""
         if not self.is_skipped():
             self.store.fetch(units)
@@ -835,7 +836,7 @@ class Interpreter:
             flat_params.error_feedback_for(peer_pair(instruction.peer, self.fabric.rank)).commit(applied=bool(grads))
         unit.clear_grads()
 
-    def optimizer_groups(self) -> list[tuple[tuple[int, ...], ...]]:
+    def optimizer_groups(self) -> list[tuple[Unit, ...]]:
         """Return the units of every optimizer that this rank steps."""
         groups = list(dict.fromkeys(call.units for call, _, _ in self.calls if isinstance(call, UpdateRun)))
         apply_calls = [call for call, _, _ in self.calls if isinstance(call, ApplyPushesRun)]

@@ -13,6 +13,16 @@ them in the same order, also if their own gradients are ready in another order::
     start_remaining                            '--2->   at the instruction: the rest                (4)
     wait                                          '-->  at its wait instruction: all of them        (5)
 
+From the interpreter's call of autograd to a collective::
+
+    Interpreter.execute(BackwardRun)            the instructions that may overlap come with the call
+      BackwardOverlap.overlap_backward          one reducer for each group of ranks
+        Reducer.overlap_backward                hooks are active while backward runs
+          Reducer.on_grad                       (2)
+            Reducer.start_bucket                (3), through start_ranges
+              FlatGrads.start_range_reduce      all_reduce or reduce_scatter, as the instruction says
+    RankCommunication.start, wait               at the instructions: (4), (5)
+
 A bucket is a set of ranges in flat gradients. Small gradients are copied there when their bucket is complete, large
 ones as soon as they are ready: also those of large matrices, which the backward writes into the flat gradient without a
 ``.grad``, since torch calls the hook of a parameter all the same. How often a parameter gets a gradient in one backward
@@ -112,12 +122,12 @@ NO_BUCKET = -1
 
 
 @dataclass(frozen=True, slots=True)
-class FlatGrad:
-    """One flat gradient of a reducer.
+class FlatGradReduction:
+    """The reduction of one flat gradient, of one dtype of a unit, which buckets are parts of.
 
     Args:
-        instruction: its reduction.
-        flat_params: which have it.
+        instruction: says all-reduce or reduce-scatter, and over which ranks.
+        flat_params: whose gradient it is.
         index: among those of the reducer.
         label: of its collectives.
     """
@@ -133,24 +143,24 @@ class GradSlot:
     """A parameter whose gradient may be reduced during backward.
 
     Args:
-        flat_grad: where its gradient is stored.
+        reduction: of the flat gradient that its gradient is a part of.
         slot: its position there.
         is_large: whether it is copied there alone.
     """
 
-    flat_grad: FlatGrad
+    reduction: FlatGradReduction
     slot: ParamSlot
     is_large: bool
 
     @property
     def num_bytes(self) -> int:
         """Size of the gradient."""
-        return (self.slot.stop - self.slot.start) * self.flat_grad.flat_params.layout.held_dtype.itemsize
+        return (self.slot.stop - self.slot.start) * self.reduction.flat_params.layout.held_dtype.itemsize
 
 
 @dataclass(slots=True)
-class OverlappedReduce:
-    """Reductions in flight, with the times of their start and of when they were seen to be complete.
+class TimedReduction:
+    """What was started at once, where times are measured: when it started, and was seen to be complete.
 
     On a device these are times of the host, and ``spans`` tell when it executes them.
     """
@@ -174,18 +184,18 @@ class BackwardProgress:
     Args:
         assignment: its buckets.
         num_waiting: for each bucket the number of gradients it waits for.
-        hits: for each gradient slot how often it got a gradient.
+        grad_counts: for each gradient slot how many gradients it got.
         ready_s: time of the last one; nan for never.
         start_s: time of the start of backward.
         num_started: buckets that have been started, in order.
-        works: their reductions, by flat gradient.
-        ranges: what these reduce, by flat gradient.
+        works: of these buckets, by the index of the :class:`FlatGradReduction`.
+        ranges: what they reduce, likewise.
         is_done: whether everything has been started.
     """
 
     assignment: BucketAssignment
     num_waiting: list[int]
-    hits: list[int]
+    grad_counts: list[int]
     ready_s: list[float]
     start_s: float
     num_started: int = 0
@@ -195,7 +205,7 @@ class BackwardProgress:
 
 
 class Reducer:
-    """The reductions of one group that may overlap with one backward of a program.
+    """The reductions over one group of ranks that may overlap with one backward of a program.
 
     Args:
         instructions: the reductions.
@@ -209,31 +219,31 @@ class Reducer:
     ) -> None:
         self.instructions = tuple(instructions)
         self.fabric = fabric
-        self.flat_grads = list(_find_flat_grads(instructions, store))
+        self.reductions = list(_find_reductions(instructions, store))
         self.grad_slots = [
-            GradSlot(flat_grad, slot, not is_small(slot, flat_grad.flat_params.layout))
-            for flat_grad in self.flat_grads
-            for slot in flat_grad.flat_params.layout.slots
-            if slot.name not in flat_grad.flat_params.own_grads.rows.slots
-            and flat_grad.flat_params.params[slot.name].requires_grad
+            GradSlot(reduction, slot, not is_small(slot, reduction.flat_params.layout))
+            for reduction in self.reductions
+            for slot in reduction.flat_params.layout.slots
+            if slot.name not in reduction.flat_params.own_grads.rows.slots
+            and reduction.flat_params.params[slot.name].requires_grad
         ]
-        self.expected_hits = [0] * len(self.grad_slots)  # gradients of each in one backward
-        grad_sizes = [GradSize(grad_slot.flat_grad.index, grad_slot.num_bytes) for grad_slot in self.grad_slots]
+        self.expected_grad_counts = [0] * len(self.grad_slots)  # of each in one backward, from earlier ones
+        grad_sizes = [GradSize(grad_slot.reduction.index, grad_slot.num_bytes) for grad_slot in self.grad_slots]
         label = " ".join(format_tensor_ref(instruction.tensor) for instruction in instructions)
         self.bucket_plan = BucketPlan(fabric, instructions[0].group, bucket_sizes, grad_sizes, label)
         self.bucket_of: list[int] = []  # of each gradient slot, or NO_BUCKET
         self.progress = self.new_progress()
         self.clock: ClockFn | None = None
-        self.reduces: list[OverlappedReduce] = []
+        self.timed_reductions: list[TimedReduction] = []
         self.grad_hooks = ToggledGradHooks(
-            [grad_slot.flat_grad.flat_params.params[grad_slot.slot.name] for grad_slot in self.grad_slots],
+            [grad_slot.reduction.flat_params.params[grad_slot.slot.name] for grad_slot in self.grad_slots],
             [partial(self.on_grad, index) for index in range(len(self.grad_slots))],
         )
 
     @property
     def is_enabled(self) -> bool:
         """Whether this reducer sums gradients; those in shared memory are summed where they are needed."""
-        return not any(flat_grad.flat_params.grads.is_shared for flat_grad in self.flat_grads)
+        return not any(reduction.flat_params.grads.is_shared for reduction in self.reductions)
 
     def new_progress(self) -> BackwardProgress:
         """Return the progress of a backward that begins now."""
@@ -250,10 +260,10 @@ class Reducer:
     def overlap_backward(self, clock: ClockFn | None) -> Iterator[None]:
         """Start buckets while backward runs inside."""
         self.progress, self.clock = self.new_progress(), clock
-        self.reduces.clear()
+        self.timed_reductions.clear()
         with self.grad_hooks.enabled():
             yield
-        self.expected_hits = list(map(max, self.expected_hits, self.progress.hits))
+        self.expected_grad_counts = list(map(max, self.expected_grad_counts, self.progress.grad_counts))
 
     def on_grad(self, index: int, _: Tensor) -> None:
         """Count a gradient that autograd has put on a parameter, and start buckets that are now complete.
@@ -263,28 +273,28 @@ class Reducer:
         """
         progress = self.progress
         # (2): a bucket may start only after its last gradient, which earlier backwards have shown
-        progress.hits[index] = hits = progress.hits[index] + 1
+        progress.grad_counts[index] = count = progress.grad_counts[index] + 1
         progress.ready_s[index] = time.perf_counter() - progress.start_s
         if self.clock is not None:
-            for reduce in self.reduces:
-                reduce.poll(self.clock)
-        expected, bucket = self.expected_hits[index], self.bucket_of[index]
-        is_known, is_last = expected > 0, hits >= expected
+            for timed in self.timed_reductions:
+                timed.poll(self.clock)
+        expected, bucket = self.expected_grad_counts[index], self.bucket_of[index]
+        is_known, is_last = expected > 0, count >= expected
         if bucket == NO_BUCKET or not is_known or not is_last:
             return
         if bucket < progress.num_started:
             raise DataError(
-                f"{self.grad_slots[index].slot.name} got gradient {hits} of one backward after its reduction had "
+                f"{self.grad_slots[index].slot.name} got gradient {count} of one backward after its reduction had "
                 f"started, because no earlier backward gave it more than {expected}; a reduction that overlaps with "
                 "backward must know which gradient is the last: set passes=(), so that reductions start after backward"
             )
-        if hits == expected:
+        if count == expected:
             progress.num_waiting[bucket] -= 1
         if self.grad_slots[index].is_large or (bucket == progress.num_started and progress.num_waiting[bucket] == 0):
             with without_torch_function():
                 grad_slot = self.grad_slots[index]
                 if grad_slot.is_large:
-                    grad_slot.flat_grad.flat_params.own_grads.collect(grad_slot.slot)
+                    grad_slot.reduction.flat_params.own_grads.collect(grad_slot.slot)
                 self._start_complete_buckets()
 
     def _start_complete_buckets(self) -> None:
@@ -298,66 +308,67 @@ class Reducer:
         """Copy the small gradients of the next bucket, and start it."""
         grad_slots = [self.grad_slots[index] for index in self.progress.assignment[self.progress.num_started]]
         self.progress.num_started += 1
-        grad_slots[0].flat_grad.flat_params.own_grads.collect_many([grad_slot.slot for grad_slot in grad_slots])
+        grad_slots[0].reduction.flat_params.own_grads.collect_many([grad_slot.slot for grad_slot in grad_slots])
         self.start_ranges(
-            grad_slots[0].flat_grad,
+            grad_slots[0].reduction,
             merge_ranges((grad_slot.slot.start, grad_slot.slot.stop) for grad_slot in grad_slots),
         )
 
-    def start_ranges(self, flat_grad: FlatGrad, ranges: Sequence[ElementRange]) -> None:
+    def start_ranges(self, reduction: FlatGradReduction, ranges: Sequence[ElementRange]) -> None:
         """Start to reduce some ranges of a flat gradient."""
         progress, start_s = self.progress, self.clock() if self.clock is not None else 0.0
-        grads, instruction = flat_grad.flat_params.own_grads, flat_grad.instruction
-        flat, label = grads.buffer(), flat_grad.label
+        grads, instruction = reduction.flat_params.own_grads, reduction.instruction
+        flat, label = grads.buffer(), reduction.label
         with nullcontext(()) if self.clock is None else self.fabric.record_spans() as spans:
             works = [
                 grads.start_range_reduce(self.fabric, instruction, label, flat[start:stop], start)
                 for start, stop in ranges
             ]
-        progress.ranges.setdefault(flat_grad.index, []).extend(ranges)
-        progress.works.setdefault(flat_grad.index, []).extend(works)
+        progress.ranges.setdefault(reduction.index, []).extend(ranges)
+        progress.works.setdefault(reduction.index, []).extend(works)
         if self.clock is not None and works:
-            self.reduces.append(OverlappedReduce(instruction, works, start_s, spans))
+            self.timed_reductions.append(TimedReduction(instruction, works, start_s, spans))
 
     def start_remaining(self, instruction: Collective) -> Iterator[tuple[FlatParams, Work, Collective]]:
         """Start the rest of a reduction at its instruction; yield all of it that is in flight."""
         progress = self.progress
         if not progress.is_done:  # (4), once for all reductions of this reducer
             progress.is_done = True
-            for flat_grad in self.flat_grads:
-                flat_grad.flat_params.own_grads.collect_all()
+            for reduction in self.reductions:
+                reduction.flat_params.own_grads.collect_all()
             while progress.num_started < len(progress.assignment):
                 self.start_bucket()
             self.bucket_plan.start_sync(progress.ready_s)
-        for flat_grad in self.flat_grads:
-            if flat_grad.instruction == instruction:
-                grads = flat_grad.flat_params.own_grads
+        for reduction in self.reductions:
+            if reduction.instruction == instruction:
+                grads = reduction.flat_params.own_grads
                 dense = grads.rows.dense_ranges(0, grads.layout.num_elements)
-                self.start_ranges(flat_grad, list(subtract_ranges(dense, progress.ranges.get(flat_grad.index, []))))
-                works = progress.works.pop(flat_grad.index)  # each keeps the memory of the whole gradient
-                yield flat_grad.flat_params, CombinedWork(works), instruction
+                self.start_ranges(reduction, list(subtract_ranges(dense, progress.ranges.get(reduction.index, []))))
+                works = progress.works.pop(reduction.index)  # each keeps the memory of the whole gradient
+                yield reduction.flat_params, CombinedWork(works), instruction
 
     def wait(self, instruction: Collective) -> None:
         """Finish the group's synchronization; with a clock, record when each part of the reduction is complete."""
-        for reduce in self.reduces:
-            if reduce.instruction.tensor == instruction.tensor and self.clock is not None:
-                for work in reduce.works:
+        for timed in self.timed_reductions:
+            if timed.instruction.tensor == instruction.tensor and self.clock is not None:
+                for work in timed.works:
                     work.wait()
-                reduce.stop_s = self.clock() if math.isnan(reduce.stop_s) else reduce.stop_s
+                timed.stop_s = self.clock() if math.isnan(timed.stop_s) else timed.stop_s
         self.bucket_plan.finish_sync()
 
 
-def _find_flat_grads(instructions: Sequence[Collective], store: ParamStore) -> Iterator[FlatGrad]:
+def _find_reductions(instructions: Sequence[Collective], store: ParamStore) -> Iterator[FlatGradReduction]:
     index = 0
     for instruction in instructions:
         label = format_tensor_ref(instruction.tensor)
         for dtype_index, flat_params in enumerate(store.units[instruction.tensor.blocks].flat_params):
-            yield FlatGrad(instruction, flat_params, index, f"{label}[{dtype_index}]" if dtype_index else label)
+            name = f"{label}[{dtype_index}]" if dtype_index else label
+            yield FlatGradReduction(instruction, flat_params, index, name)
             index += 1
 
 
 class BackwardOverlap:
-    """All reducers of a rank.
+    """All reducers of a rank; the interpreter enters :meth:`overlap_backward` around a backward.
 
     Args:
         fabric: this rank's connection to the others.
@@ -414,6 +425,8 @@ class BackwardOverlap:
         if reducer is not None:
             reducer.wait(instruction)
 
-    def reduces(self) -> list[OverlappedReduce]:
+    def timed_reductions(self) -> list[TimedReduction]:
         """Return the overlapped reductions of the last step, if there was a clock."""
-        return [reduce for reducers in self.reducers.values() for reducer in reducers for reduce in reducer.reduces]
+        return [
+            timed for reducers in self.reducers.values() for reducer in reducers for timed in reducer.timed_reductions
+        ]
