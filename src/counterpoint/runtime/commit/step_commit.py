@@ -1,9 +1,16 @@
 """Step commit: every rank of a group decides from the same step reports whether the step is applied.
 
 A rank reports its loss, gradient norm, what is not finite, missing gradients and weight checksum as a few 64-bit
-numbers, which are all-gathered; names of parameters follow only where a gradient is missing or not finite.
-:func:`decide_step` finds the loss and the norm; :func:`decide_skips` decides which updates are skipped. Both are pure
-functions of the reports, so all members reach the same result without another message.
+numbers, which are all-gathered; names of parameters follow only where a gradient is missing or not finite. All that
+follows is a pure function of the reports, so that all members reach the same result without another message::
+
+    make_step_report --> gather_reports --> decide_step --> decide_skips --> Interpreter.update
+    of this rank         of all members     loss, norm,     is the update    applies it, or not
+                                            skip_reason     skipped?
+                                                '--> require_finite: an error, if steps must not be skipped
+
+:meth:`Interpreter.commit <counterpoint.runtime.interpreter.Interpreter.commit>` calls them in this order. Ranks on a
+device may leave the decision there: :mod:`counterpoint.runtime.commit.device_commit`.
 """
 
 from __future__ import annotations
@@ -339,7 +346,7 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     num_samples: int = 0,
     loss_scale: float = 1.0,
 ) -> StepResult:
-    """Return the result of a group.
+    """Return the result of a group: its loss, its gradient norm, and why the step has to be skipped, if it has.
 
     It is equal on all members, but for the loss, the gradient norm and the scale of gradients if these have
     ``loss_group`` of their own, as workers of EASGD do.
@@ -360,10 +367,8 @@ def decide_step(  # noqa: PLR0913 - all that a decision depends on
     Raises:
         DataError: some losses are means over samples, others weighted means.
     """
-    loss_weight, is_sum = (
-        sum(report.loss_weight for report in reports),
-        any(report.loss_kinds & SUM for report in reports),
-    )
+    loss_weight = sum(report.loss_weight for report in reports)
+    is_sum = any(report.loss_kinds & SUM for report in reports)
     clipped = [report for rank, report in zip(group, reports, strict=True) if not loss_group or rank in loss_group]
     copies = sum(report.num_samples for report in clipped) / num_samples if num_samples else 1.0
     loss = sum(report.loss_sum for report in reports) / (copies if is_sum else loss_weight) if loss_weight else math.nan
@@ -409,10 +414,8 @@ def _find_mean_factor(reports: Sequence[StepReport], weight_unit: float) -> tupl
             "the losses of some microbatches are means over samples, those of others weighted means, so they have no "
             "common mean; let the loss function return cp.WeightedMean(total, weight) for every batch"
         )
-    loss_weight, num_samples = (
-        sum(report.loss_weight for report in reports),
-        sum(report.num_samples for report in reports),
-    )
+    loss_weight = sum(report.loss_weight for report in reports)
+    num_samples = sum(report.num_samples for report in reports)
     if kinds == SUM:
         return float(num_samples), weight_unit or 1.0
     if kinds != WEIGHTED_MEAN or not loss_weight:
@@ -472,6 +475,7 @@ def has_unusable_grads(reports: Iterable[StepReport]) -> bool:
 def _find_skip_reason(
     reports: Sequence[StepReport], group: Sequence[int], squared_norm: float, microbatches_per_batch: int
 ) -> str:
+    """Return the first thing that is not finite, or that no target counts; empty if the step can be applied."""
     nonfinite = [report for report in reports if report.nonfinite_micro >= 0]
     if microbatches_per_batch and nonfinite:
         # each stage of an asynchronous pipeline decides separately, from the last stage's loss: one text for all
