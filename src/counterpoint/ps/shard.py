@@ -101,10 +101,10 @@ class PsShard:
 
     def _restore_key(self, state: KeyState) -> ShardKey:
         previous = None if state.previous is None else PreviousVersion(state.previous, state.previous_rows)
-        table = self._make_storage(state.spec, state.tensors, state.rows, previous)
+        storage = self._make_storage(state.spec, state.tensors, state.rows, previous)
         return ShardKey(
             state.spec,
-            table,
+            storage,
             self._restore_tracker(state),
             {gradient.slice_index: gradient for gradient in state.pending},
         )
@@ -235,12 +235,12 @@ class PsShard:
             is_bsp = isinstance(self.job.consistency, Bsp)
             mode = type(self.job.consistency).__name__.lower()
             check_request(is_bsp, f"{spec.key} without an optimizer, which {mode} needs; give it an update rule")
-        table = self._initial_storage(entry)
-        self._check_capacity(table.num_bytes, spec.key)
+        storage = self._initial_storage(entry)
+        self._check_capacity(storage.num_bytes, spec.key)
         tracker = ConsistencyTracker(self.job.consistency, spec.key)
         for worker in sorted(self.clock_members):
             tracker.join_clock(worker)
-        self.keys[spec.key] = ShardKey(spec, table, tracker)
+        self.keys[spec.key] = ShardKey(spec, storage, tracker)
 
     def _initial_storage(self, entry: InitRequest) -> DenseStorage | SparseRowStorage:
         spec, value, rows = entry.spec, entry.value, entry.rows
@@ -260,23 +260,20 @@ class PsShard:
             key.tracker.check_push(worker, push.read_version, push.slice_index)
         except ProtocolError as error:
             raise invalid_request(str(error)) from None
-        values, pooling, is_duplicate = push.values, push.pooling, key.tracker.is_duplicate(push.slice_index)
-        key.storage.validate_push(values, push.rows, pooling)
+        is_duplicate = key.tracker.is_duplicate(push.slice_index)
+        key.storage.validate_push(push.values, push.rows, push.pooling)
         if self.num_bytes + key.storage.max_growth_bytes(push.rows) > self.job.capacity_bytes:
             self._check_capacity(key.storage.growth_bytes(push.rows), push.key)
         if not is_duplicate and isinstance(self.job.consistency, Bsp):
-            key.pending[push.slice_index] = PendingGradient(
-                push.slice_index, values if pooling is None else pooling.pool(values), push.rows
-            )
-        if key.tracker.record(worker, push.slice_index, is_counted=not is_duplicate):
-            rows = push.rows
-            if key.pending:
-                (values, rows), pooling = (
-                    sum_gradients([key.pending[slice_index] for slice_index in sorted(key.pending)]),
-                    None,
-                )
-                key.pending.clear()
-            key.storage.update(key.tracker.version, values, rows, pooling)
+            values = push.values if push.pooling is None else push.pooling.pool(push.values)
+            key.pending[push.slice_index] = PendingGradient(push.slice_index, values, push.rows)
+        is_due = key.tracker.record(worker, push.slice_index, is_counted=not is_duplicate)
+        if is_due and key.pending:  # of all slices of a step of bsp, in their order
+            values, rows = sum_gradients([key.pending[slice_index] for slice_index in sorted(key.pending)])
+            key.pending.clear()
+            key.storage.update(key.tracker.version, values, rows, None)
+        elif is_due:
+            key.storage.update(key.tracker.version, push.values, push.rows, push.pooling)
         return PushReply(self.index, push.header.sequence, key.tracker.version, not is_duplicate)
 
     def _check_capacity(self, more_bytes: int, key: str) -> None:
