@@ -20,7 +20,7 @@ SCHEDULES: tuple[PipelineSchedule, ...] = (
     ZB_V,
     INTERLEAVED,
 )
-"""Schedules with a flush, in the order in which the planner tries them."""
+"""Schedules with a flush, in the order in which the planner tries them; plan texts accept ``schedule=NAME`` of each."""
 
 ASYNC_SCHEDULES: Mapping[str, WeightPolicy] = {"pipedream": "stashing", "pipedream_2bw": "double_buffer"}
 """Schedules without a flush; vertical sync turns the first one's policy into ``vertical_sync``."""
