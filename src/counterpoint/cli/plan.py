@@ -21,7 +21,15 @@ from counterpoint.cli.plan_output import (
     ranking_to_dict,
     write_report,
 )
-from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
+from counterpoint.cli.workload import (
+    JOB_HELP,
+    AsJson,
+    ScriptArguments,
+    Which,
+    Workload,
+    load_workload,
+    require_script,
+)
 from counterpoint.errors import PlanError
 from counterpoint.file_reader import read_regular_text
 from counterpoint.file_writer import require_writable, write_output
@@ -83,7 +91,7 @@ DEFAULT_PROPOSALS = 2000
 
 JobName = Annotated[
     str | None,
-    typer.Argument(metavar="[SCRIPT.py|JOB]", help="A script that trains, or a built-in job: text, digits, lines."),
+    typer.Argument(metavar="[SCRIPT.py|JOB]", help=JOB_HELP),
 ]
 Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples of one global batch; 64 without a job.")]
@@ -129,7 +137,6 @@ TimeBudget = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the search.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the chosen plan.")]
 Report = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with timelines.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")]
 
 
 def plan(
@@ -334,21 +341,10 @@ def estimate_workload(
     if workload is None or device.roofline is None:
         return None
     from counterpoint.training.model_checks.validation import min_microbatch_size
-    from counterpoint.training.profiling import default_microbatch_sizes, profile as take
+    from counterpoint.training.profiling import default_microbatch_sizes
 
-    batch = workload.make_batch(workload.batch_size, 1)
-    return take(
-        workload.model,
-        batch.inputs(0),
-        batch.targets(0),
-        loss=workload.loss,
-        optimizer=workload.optimizer_spec.optimizer,
-        microbatch_sizes=default_microbatch_sizes(batch_size, min_microbatch_size(workload.model)),
-        batch_dims=workload.options.batch_dims,
-        shared=workload.options.shared,
-        roofline_device=device,
-        precision=precision,
-    )
+    sizes = default_microbatch_sizes(batch_size, min_microbatch_size(workload.model))
+    return workload.profile(sizes, roofline_device=device, precision=precision)
 
 
 def parse_time_budget(time_budget: str) -> float:

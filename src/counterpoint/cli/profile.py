@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,15 @@ import typer
 
 from counterpoint.cli.echo import echo
 from counterpoint.cli.tables import TableColumn, format_bytes, print_table
-from counterpoint.cli.workload import ScriptArguments, Which, Workload, load_workload, require_script
+from counterpoint.cli.workload import (
+    JOB_HELP,
+    AsJson,
+    ScriptArguments,
+    Which,
+    Workload,
+    load_workload,
+    require_script,
+)
 from counterpoint.errors import PlanError
 from counterpoint.file_writer import require_writable, write_output
 from counterpoint.model.compilation import Compilation, parse_compilation
@@ -46,7 +53,7 @@ MAX_EXPONENT_ROWS = 20
 def profile(
     job: Annotated[
         str,
-        typer.Argument(metavar="SCRIPT.py|JOB", help="A script that trains, or a built-in job: text, digits, lines."),
+        typer.Argument(metavar="SCRIPT.py|JOB", help=JOB_HELP),
     ],
     arguments: ScriptArguments = None,
     *,
@@ -72,7 +79,7 @@ def profile(
         typer.Option("--gradients", help="Count the gradients by power of two instead: what fp16 would lose of them."),
     ] = False,
     which: Which = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Profile every layer of the model of a script or a job, forward and backward, on its own samples.
 
@@ -80,6 +87,8 @@ def profile(
     Profiles are cached in the user's cache folder, and measured again when the model, torch, the processor or the
     options change.
     """
+    from counterpoint.launchers.variables import cache_dir
+
     thread_counts = threads or [1]
     if len(thread_counts) > 1 and (graph is not None or out is not None):
         raise PlanError(
@@ -103,8 +112,9 @@ def profile(
     if gradients:
         print_gradients(workload, samples or [workload.batch_size], as_json=as_json)
         return
-    take = partial(profile_workload, workload, samples or [], is_counted=roofline, remeasure=remeasure)
-    profiles = [take(count, compilation=compilation) for count in thread_counts]
+    roofline_device = Cluster().device if roofline else None
+    how = {"compile": compilation, "roofline_device": roofline_device, "remeasure": remeasure, "cache_dir": cache_dir()}
+    profiles = [workload.profile(samples or [], num_threads=count, **how) for count in thread_counts]
     write_profiles(profiles, out, graph, as_json=as_json)
 
 
@@ -268,35 +278,4 @@ def describe_times(batch_size: BatchSizeProfile) -> str:
     return (
         f"forward {format_seconds(unpartitioned.forward_s)}, backward {format_seconds(unpartitioned.backward_s)}, "
         f"{format_bytes(unpartitioned.saved_bytes)} saved"
-    )
-
-
-def profile_workload(
-    workload: Workload,
-    samples: list[int],
-    threads: int,
-    *,
-    is_counted: bool,
-    remeasure: bool,
-    compilation: Compilation | None = None,
-) -> ModelProfile:
-    """Return the profile of a job's or a script's model on its own samples."""
-    from counterpoint.launchers.variables import cache_dir
-    from counterpoint.training.profiling import profile as take
-
-    batch = workload.make_batch(workload.batch_size, 1)
-    return take(
-        workload.model,
-        batch.inputs(0),
-        batch.targets(0),
-        loss=workload.loss,
-        optimizer=workload.optimizer_spec.optimizer,
-        microbatch_sizes=samples,
-        batch_dims=workload.options.batch_dims,
-        shared=workload.options.shared,
-        compile=compilation,
-        num_threads=threads,
-        roofline_device=Cluster().device if is_counted else None,
-        cache_dir=cache_dir(),
-        remeasure=remeasure,
     )

@@ -15,12 +15,14 @@ from counterpoint.launchers.script import is_script
 if TYPE_CHECKING:
     from torch import nn
 
+    from counterpoint.model.model_profile import ModelProfile
     from counterpoint.runtime.loss.loss_reduction import LossFunction
     from counterpoint.runtime.microbatches import MicrobatchSource
     from counterpoint.runtime.optimizer_spec import OptimizerSpec
     from counterpoint.training.options import TrainingOptions
     from counterpoint.training.plan_resolution import RequestedPlan
 
+JOB_HELP = "A script that trains, or a built-in job: text, digits, lines."
 ScriptArguments = Annotated[
     list[str] | None, typer.Argument(metavar="[-- ARGUMENT...]", help="Arguments of the script, after --.")
 ]
@@ -28,6 +30,7 @@ Which = Annotated[
     int,
     typer.Option(min=1, help="Which of the script's calls of cp.Trainer and cp.parallelize; the others take no steps."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Write all figures as JSON.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,28 @@ class Workload:
     def inputs(self, num_samples: int) -> Any:  # noqa: ANN401 - whatever the model takes
         """Return the model's inputs for the first samples, at most those of the first batch."""
         return self.make_batch(num_samples, 1).inputs(0)
+
+    def profile(self, microbatch_sizes: Sequence[int], **options: Any) -> ModelProfile:  # noqa: ANN401 - see below
+        """Return the profile of the model on the samples of its first batch.
+
+        Args:
+            microbatch_sizes: sizes of microbatches; without any those of ``cp.profile``.
+            options: further ones of ``cp.profile``, such as ``roofline_device``.
+        """
+        from counterpoint.training.profiling import profile
+
+        batch = self.make_batch(self.batch_size, 1)
+        return profile(
+            self.model,
+            batch.inputs(0),
+            batch.targets(0),
+            loss=self.loss,
+            optimizer=self.optimizer_spec.optimizer,
+            microbatch_sizes=microbatch_sizes,
+            batch_dims=self.options.batch_dims,
+            shared=self.options.shared,
+            **options,
+        )
 
 
 def load_workload(
