@@ -584,7 +584,7 @@ class Interpreter:
         )
         grads = self.store.grad_check.take_device_report(self.accelerator)
         outputs = executor.recompute_store.take_matches() if executor.recompute_store.pending_matches else None
-        late_checks = [] if executor.loss_check is None else executor.loss_check.take_late_checks()
+        late_checks = executor.take_late_checks()
         matches = [] if outputs is None else [outputs[1]]
         row = self.make_device_report(
             add_losses(losses, sizes, loss_weights, scope, self.accelerator),
@@ -741,7 +741,7 @@ class Interpreter:
             )
         # what is computed last is read first: when it is there, so are the copies that were started before
         self.executor.recompute_store.require_same_outputs()
-        for late_check in self.executor.loss_check.take_late_checks() if self.executor.loss_check is not None else ():
+        for late_check in self.executor.take_late_checks():
             self.require_good_loss(late_check, late_check.pack().cpu(), self.step_number)
         checksum = self.replica_checksum.checksum()
         grads = self.store.grad_check.take_report(scope)

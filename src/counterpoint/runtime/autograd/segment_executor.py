@@ -47,7 +47,7 @@ from counterpoint.runtime.loss.batch_loss import (
     split_grads,
     unflatten_batch,
 )
-from counterpoint.runtime.loss.loss_check import LossCheck, LossSamples, count_in_place_changes
+from counterpoint.runtime.loss.loss_check import LateLossCheck, LossCheck, LossSamples, count_in_place_changes
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction, PartTotal, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossFactors, MicrobatchSource, autocast_as
@@ -658,6 +658,10 @@ class SegmentExecutor:
         """Return the mean losses of this step's microbatches; wait for the device if they are not read yet."""
         self.losses.update(self.pending_losses.read())
         return self.losses
+
+    def take_late_checks(self) -> list[LateLossCheck]:
+        """Return the checks of this step's loss whose figures are on a device, and forget them."""
+        return [] if self.loss_check is None else self.loss_check.take_late_checks()
 
     def read_loss_weights(self) -> dict[int, float]:
         """Return the weights of this step's weighted means, by microbatch."""

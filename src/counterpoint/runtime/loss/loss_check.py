@@ -408,8 +408,7 @@ class LossCheck:
         name, changed = find_running_state(state, before, compute)
         first, second = losses
         if not name and math.isfinite(first.mean + second.mean):
-            outputs = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
-            tolerance = max((_relative_tolerance(leaf, first.dtype) for leaf in outputs), default=0.05)
+            tolerance = _state_tolerance(samples, first.dtype)
             is_other = abs(first.mean - second.mean) > tolerance * max(abs(first.mean), abs(second.mean))
             name = "something" if is_other else ""
         if name:
@@ -417,8 +416,7 @@ class LossCheck:
         if draws and not self.remedy:
             with state.restored(changed):
                 self._require_keyed_draws(state, loss_function, samples, is_divided=is_divided)
-        if step >= self.next_state_step:
-            self.next_state_step = max(1, 2 * step)
+        self._schedule_state_check(step)
         return first, changed
 
     def _require_keyed_draws(
@@ -498,17 +496,16 @@ class LossCheck:
             self.next_step = math.inf
             return
         relative = _relative_tolerance(leaves[0], total.dtype)
-        absolute = _rounding_error(leaves[0], total.dtype)
+        absolute = float(_rounding_error(leaves[0], total.dtype))
         is_undefined = math.isnan(total.mean)  # as of samples without tokens
         if is_undefined and samples.num_samples > 1:
             return
-        if not is_undefined and not abs(total.mean - value) <= 2 * relative * abs(total.mean) + absolute:
+        if not is_undefined and not _is_same_loss(total.mean, value, relative, absolute):
             self.next_step = math.inf  # it draws random numbers
             return
         for kind in self._losses_of_parts(loss_function, samples, total):
             self._require_sum_of_parts(kind, samples.what, relative, absolute)
-        if self.single is None and step >= self.next_step:
-            self.next_step, self.last_step = max(1, 2 * step), step
+        self._schedule_check_of_parts(step)
 
     def _require_sum_of_parts(self, kind: Sequence[LossOfParts], what: str, relative: float, absolute: float) -> None:
         """Raise if one kind of parts does not add up.
@@ -588,20 +585,29 @@ class LossCheck:
             value if compares_parts else None,
             first,
             second,
-            max(_relative_tolerance(leaf, first.dtype) for leaf in leaves),
+            _state_tolerance(samples, first.dtype),
             kinds,
             _relative_tolerance(leaves[0], first.dtype),
-            _rounding_error_tensor(leaves[0], first.dtype),
+            _rounding_error(leaves[0], first.dtype),
         )
         is_bad = find_bad_figures(figures, samples.num_samples, is_sum=self.is_sum)
         self.late_checks.append(LateLossCheck(step, samples.what, value is not None, figures, is_bad))
-        if step >= self.next_state_step:
-            self.next_state_step = max(1, 2 * step)
-        if compares_parts and self.single is None and step >= self.next_step:
-            self.next_step, self.last_step = max(1, 2 * step), step
+        self._schedule_state_check(step)
+        if compares_parts:
+            self._schedule_check_of_parts(step)
         elif value is not None and not samples.are_along_dim_0:
             self.next_step = math.inf
         return True
+
+    def _schedule_state_check(self, step: int) -> None:
+        """Look for a state next after twice as many steps, if it was time to in this one."""
+        if step >= self.next_state_step:
+            self.next_state_step = max(1, 2 * step)
+
+    def _schedule_check_of_parts(self, step: int) -> None:
+        """Compare parts next after twice as many steps, likewise; not if a single sample waits for the next one."""
+        if self.single is None and step >= self.next_step:
+            self.next_step, self.last_step = max(1, 2 * step), step
 
     def take_late_checks(self) -> list[LateLossCheck]:
         """Return the checks of this step whose figures are on a device, and forget them."""
@@ -630,7 +636,7 @@ class LossCheck:
             return
         if math.isnan(first):  # as of samples without tokens
             self.next_step = min(self.next_step, late_check.step + 1)
-        elif not abs(first - float(value)) <= 2 * figures.relative * abs(first) + absolute:
+        elif not _is_same_loss(first, float(value), figures.relative, absolute):
             self.next_step = math.inf  # it draws random numbers
 
     def _require_proportional_gradients(self, loss_function: LossFunction, samples: LossSamples) -> None:
@@ -859,16 +865,8 @@ def _never(_: object) -> bool:
     return False
 
 
-def _rounding_error(output: Tensor, dtype: torch.dtype) -> float:
-    """Return by how much a loss of an output may differ because of rounding, even if it is about 0."""
-    if not output.is_floating_point() or not output.numel():
-        return 0.0
-    eps = max(torch.finfo(output.dtype).eps, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
-    return eps * float(output.detach().abs().max().nan_to_num())
-
-
-def _rounding_error_tensor(output: Tensor, dtype: torch.dtype) -> Tensor | float:
-    """Return :func:`_rounding_error` without reading the output."""
+def _rounding_error(output: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """Return by how much a loss of an output may differ because of rounding, even if it is about 0; reads no value."""
     if not output.is_floating_point() or not output.numel():
         return 0.0
     eps = max(torch.finfo(output.dtype).eps, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
@@ -921,6 +919,17 @@ def _as_number(value: Tensor | float, figures: LossFigures) -> Tensor:
         return value.detach().double()
     mean: Any = figures.first.mean
     return torch.full((), float(value), dtype=torch.float64, device=mean.device)
+
+
+def _is_same_loss(again: float, value: float, relative: float, absolute: float) -> bool:
+    """Return whether a loss that is computed again is that of the step; another one draws random numbers."""
+    return abs(again - value) <= 2 * relative * abs(again) + absolute
+
+
+def _state_tolerance(samples: LossSamples, dtype: torch.dtype) -> float:
+    """Return by how much a loss of this dtype may differ from the same one computed again, relative to the larger."""
+    outputs = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
+    return max((_relative_tolerance(leaf, dtype) for leaf in outputs), default=0.05)
 
 
 def _relative_tolerance(output: Tensor, dtype: torch.dtype) -> float:
