@@ -780,7 +780,7 @@ class Interpreter:
 
     def pushed_values(self, unit: Unit) -> list[Tensor]:
         """Return what is pushed of a unit's gradient, without indices of rows."""
-        packed = [tensor for storage in self.store.units[unit].flat_params for tensor in storage.own_grads.pack()]
+        packed = [tensor for one in self.store.units[unit].flat_params for tensor in one.own_grads.pack()]
         return [tensor for tensor in packed if tensor.is_floating_point()]
 
     def fill_unused_grads(self, reports: Sequence[StepReport], group: Group) -> None:

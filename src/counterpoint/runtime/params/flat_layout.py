@@ -22,7 +22,21 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """One parameter in a flat buffer: name, local shape, first element, option group, and one past its last element."""
+    """The place of one parameter in a flat buffer.
+
+    Args:
+        name: of the parameter.
+        shape: of what the rank has of it: less than the model's if it is tensor-parallel.
+        start: its first element in the buffer.
+        group: the optimizer's option group (``param_groups``) that it belongs to.
+
+    Attributes:
+        stop: one past its last element.
+
+    Example:
+        >>> ParamSlot("fc.weight", (2, 3), start=4, group=0).stop
+        10
+    """
 
     name: str
     shape: tuple[int, ...]

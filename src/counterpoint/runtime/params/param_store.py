@@ -1,4 +1,16 @@
-"""Store of all parameters, buffers and optimizers of one rank."""
+"""Store of all parameters, buffers and optimizers of one rank.
+
+A program names units, such as ``U3`` and ``all_reduce(grad3)``; the store has one :class:`UnitParams` for each::
+
+    ParamStore.units[unit] -> UnitParams
+      flat_params   FlatParams for each dtype, if other ranks need the gradient: weights, gradients, shard
+      own_params    else autograd's own tensors
+
+    UnitParams.update_ranges  what this rank updates of them: all, a shard, or nothing
+      | optimizer_targets     tensors that an optimizer gets, views of the weights
+      v grads                 their gradients
+    ParamStore.optimizer(units) --> ParamStore.update(units): one step of one optimizer
+"""
 
 from __future__ import annotations
 
@@ -6,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
@@ -63,6 +75,22 @@ class WeightRounding(Protocol):
         """Return a context in which tensors that are rounded are wider; see :class:`StochasticRounding`."""
 
 
+class UpdateRange(NamedTuple):
+    """A range of flat parameters that an optimizer updates as one tensor.
+
+    Args:
+        flat_params: which.
+        option_group: of the optimizer, whose learning rate and other options the range has.
+        start: its first element.
+        stop: one past its last.
+    """
+
+    flat_params: FlatParams
+    option_group: int
+    start: int
+    stop: int
+
+
 class UnitParams:
     """One unit's parameters on one rank.
 
@@ -73,7 +101,7 @@ class UnitParams:
         flat_params: one for each dtype; none if the gradient stays on this rank.
 
     Attributes:
-        update_ranges: what the rank updates, as ``(flat parameters, option group, start, stop)``.
+        update_ranges: what the rank updates of flat parameters.
         grad_sources: the gradient of each of :meth:`optimizer_targets`; None for a parameter's own.
         skipped: the parameters that this step's update leaves as they are.
     """
@@ -86,12 +114,12 @@ class UnitParams:
         self.is_strided = {*map(LAYOUT_OF, self.own_params.values())} <= {torch.strided}  # torch keeps it
         span = role.update_shard
         self.update_ranges = [
-            (storage, *target_range)
-            for storage in (flat_params if span is not None else ())
-            for target_range in storage.layout.optimizer_ranges(span or WHOLE)
+            UpdateRange(one, *target_range)
+            for one in (flat_params if span is not None else ())
+            for target_range in one.layout.optimizer_ranges(span or WHOLE)
         ]
         self.grad_sources: list[GradSource | None] = [
-            partial(storage.grad_ranges, start, stop) for storage, _, start, stop in self.update_ranges
+            partial(flat_params.grad_ranges, start, stop) for flat_params, _, start, stop in self.update_ranges
         ]
         if span is not None:
             self.grad_sources += [None] * len(self.own_params)
@@ -103,7 +131,7 @@ class UnitParams:
 
     def skipped_targets(self) -> list[bool]:
         """Return for each of :meth:`optimizer_targets` whether its parameter is skipped, if each has one of its own."""
-        first_names = [storage.layout.name_at(start) for storage, _, start, _ in self.update_ranges]
+        first_names = [flat_params.layout.name_at(start) for flat_params, _, start, _ in self.update_ranges]
         names = [*first_names, *(self.own_params if self.role.update_shard is not None else ())]
         return [name in self.skipped for name in names]
 
@@ -112,8 +140,8 @@ class UnitParams:
         if self.role.update_shard is None:
             return []
         targets: list[tuple[int, Tensor]] = [
-            (group, nn.Parameter(storage.optimizer_view(start, stop), requires_grad=False))
-            for storage, group, start, stop in self.update_ranges
+            (group, nn.Parameter(flat_params.optimizer_view(start, stop), requires_grad=False))
+            for flat_params, group, start, stop in self.update_ranges
         ]
         return targets + [(optimizer_spec.group_index[name], param) for name, param in self.own_params.items()]
 
@@ -121,7 +149,7 @@ class UnitParams:
         """Return for each of :meth:`optimizer_targets` the parameters that it consists of."""
         if self.role.update_shard is None:
             return []
-        flat = [storage.layout.params_in(start, stop) for storage, _, start, stop in self.update_ranges]
+        flat = [flat_params.layout.params_in(start, stop) for flat_params, _, start, stop in self.update_ranges]
         return flat + [[ParamRange(name, 0, 0, param.numel())] for name, param in self.own_params.items()]
 
     def is_contiguous(self, collected: CollectedGrads | None) -> bool:
@@ -152,9 +180,9 @@ class UnitParams:
         if self.role.update_shard is None:
             return []
         flat = [
-            storage.grads.optimizer_grad(start, stop)
-            for storage, _, start, stop in self.update_ranges
-            if not (in_place and storage.layout.holds_casts)
+            flat_params.grads.optimizer_grad(start, stop)
+            for flat_params, _, start, stop in self.update_ranges
+            if not (in_place and flat_params.layout.holds_casts)
         ]
         return flat + [param.grad for param in self.own_params.values() if param.grad is not None]
 
@@ -165,9 +193,9 @@ class UnitParams:
             scale: what they are multiplied with.
             bound: the largest magnitude of an element; None for no bound.
         """
-        for storage in self.flat_params:
-            if storage.layout.holds_casts:
-                storage.own_grads.scale, storage.own_grads.bound = scale, bound
+        for flat_params in self.flat_params:
+            if flat_params.layout.holds_casts:
+                flat_params.own_grads.scale, flat_params.own_grads.bound = scale, bound
         for grad in self.grads(in_place=True):
             if isinstance(scale, Tensor) or scale != 1.0:
                 scale_grad(grad, scale)
@@ -180,7 +208,7 @@ class UnitParams:
         Args:
             collected: gradients of those that have one.
         """
-        flat = [name for storage in self.flat_params for name in storage.grads.params_without_grad()]
+        flat = [name for flat_params in self.flat_params for name in flat_params.grads.params_without_grad()]
         return flat + [name for name, param in self._own_params_without(collected).items() if param.grad is None]
 
     def fill_missing_grads(self) -> None:
@@ -199,13 +227,13 @@ class UnitParams:
         """
         if name in self.skipped:
             return None
-        storage = next((storage for storage in self.flat_params if name in storage.params), None)
-        grad = self.params[name].grad if storage is None else storage.grads.optimizer_grad(start, stop)
+        flat_params = next((flat_params for flat_params in self.flat_params if name in flat_params.params), None)
+        grad = self.params[name].grad if flat_params is None else flat_params.grads.optimizer_grad(start, stop)
         return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
 
     def has_shared_rows(self) -> bool:
         """Return whether replicas share rows of tables, which the next backward of any of them may overwrite."""
-        return any(storage.grads.has_shared_rows for storage in self.flat_params)
+        return any(flat_params.grads.has_shared_rows for flat_params in self.flat_params)
 
     def clear_grads(self) -> None:
         """Drop all gradients of the unit except delayed ones."""
@@ -314,7 +342,10 @@ class ParamStore:
         weights = self.weights(version)
         if not self.read_dtypes or self.holds_casts:
             return weights
-        return {**weights, **{name: value for storage in self.flat_params() for name, value in storage.read_params()}}
+        return {
+            **weights,
+            **{name: value for flat_params in self.flat_params() for name, value in flat_params.read_params()},
+        }
 
     def fold_version_grads(self, version: int) -> None:
         """Add gradients on the parameters of a version to those of the newest one."""
@@ -431,9 +462,9 @@ class ParamStore:
             FlatParams(layout, params, shard, self.allocate, self.sparse_names, self.grad_check, first_values)
             for layout, shard in zip(layouts, shards, strict=True)
         ]
-        for storage in flat_params if self.keeps_grads else ():
-            storage.own_grads.shard_allocator = self.state_allocator
-        params = {**params, **{name: param for storage in flat_params for name, param in storage.params.items()}}
+        for one in flat_params if self.keeps_grads else ():
+            one.own_grads.shard_allocator = self.state_allocator
+        params = {**params, **{name: param for one in flat_params for name, param in one.params.items()}}
         self.params.update(params)
         return UnitParams(unit, role, params, flat_params)
 
@@ -446,15 +477,18 @@ class ParamStore:
             targets = [target for unit in units for target in self.units[unit].optimizer_targets(self.optimizer_spec)]
             if self.offloaded is not None and self.accelerator is not None and not self.accelerator.is_host:
                 targets = [(group, make_host_target(tensor)) for group, tensor in targets]
-                places = [(at[0], *at[2:]) for unit in units for at in self.units[unit].update_ranges]
+                ranges = [own for unit in units for own in self.units[unit].update_ranges]
+                places = [(own.flat_params, own.start, own.stop) for own in ranges]
                 self.host_targets[units] = HostTargets(self.accelerator, places, [tensor for _, tensor in targets])
             tensors = [tensor for _, tensor in targets]
             optimizer = self.optimizer_spec.build(targets) if targets else None
             self.optimizers[units] = (optimizer, tensors)
             if self.offloaded is not None and optimizer is not None:
-                storages = [place[0] for unit in units for place in self.units[unit].update_ranges]
-                kinds = zip(targets, storages, strict=True)
-                dtypes = [self._state_dtypes(*target, has_masters=at.layout.holds_casts) for target, at in kinds]
+                layouts = [own.flat_params.layout for unit in units for own in self.units[unit].update_ranges]
+                dtypes = [
+                    self._state_dtypes(*target, has_masters=layout.holds_casts)
+                    for target, layout in zip(targets, layouts, strict=True)
+                ]
                 self.offloaded.add(units, optimizer, tensors, dtypes)
         return self.optimizers[units]
 
@@ -485,11 +519,11 @@ class ParamStore:
         targets: dict[FlatParams, list[tuple[int, int, Tensor]]] = {}
         for units, (_, tensors) in self.optimizers.items():
             places = [place for unit in units for place in self.units[unit].update_ranges]
-            for tensor, (storage, _, low, high) in zip(tensors, places, strict=True):
-                if storage.layout.holds_casts:
-                    targets.setdefault(storage, []).append((low, high, tensor))
-        for storage, own in targets.items():
-            storage.offload_masters(OffloadedMasters(offloaded, own, storage.layout.dtype))
+            for tensor, (flat_params, _, low, high) in zip(tensors, places, strict=True):
+                if flat_params.layout.holds_casts:
+                    targets.setdefault(flat_params, []).append((low, high, tensor))
+        for flat_params, own in targets.items():
+            flat_params.offload_masters(OffloadedMasters(offloaded, own, flat_params.layout.dtype))
         if self.state_on_disk is not None:
             self.state_on_disk.flush()
 
@@ -547,8 +581,8 @@ class ParamStore:
                     self._update_whole(optimizer, tensors, units, step)
                 self._have_state.add(units)
             self.optimizer_spec.note_step(optimizer)
-            for storage in [storage for unit in units for storage in self.units[unit].flat_params]:
-                storage.cast_masters()
+            for flat_params in [one for unit in units for one in self.units[unit].flat_params]:
+                flat_params.cast_masters()
         self.grad_check.drop_collected()
         for unit in units:
             if not self.keeps_grads or self.units[unit].has_shared_rows():
@@ -583,9 +617,9 @@ class ParamStore:
                 host_targets.store(index)
             return
         places = [place for one in members for place in one.update_ranges][first:stop]
-        for tensor, (storage, _, low, high) in zip(self.optimizers[units][1][first:stop], places, strict=True):
-            if storage.layout.holds_casts:
-                storage.weights.data[low:high].copy_(tensor.data.view(-1))
+        for tensor, (flat_params, _, low, high) in zip(self.optimizers[units][1][first:stop], places, strict=True):
+            if flat_params.layout.holds_casts:
+                flat_params.weights.data[low:high].copy_(tensor.data.view(-1))
 
     def _step_targets(
         self, optimizer: optim.Optimizer, units: tuple[Unit, ...], step: int, skipped: Sequence[bool], chosen: slice
@@ -606,8 +640,8 @@ class ParamStore:
             grads = [tensor.grad for tensor in tensors]
         else:
             grads = [
-                None if is_skipped else storage.grads.optimizer_grad(low, high)
-                for (storage, _, low, high), is_skipped in zip(places, flags, strict=True)
+                None if is_skipped else flat_params.grads.optimizer_grad(low, high)
+                for (flat_params, _, low, high), is_skipped in zip(places, flags, strict=True)
             ]
         if self.rounding is None:
             context: AbstractContextManager[None] = give_grads(tensors, grads)
