@@ -211,7 +211,7 @@ def deadlocked(replica):
         (
             7,
             cp.PlanError,
-            "schedule=7 is no pipeline schedule; give the name of one, or a function that is called with",
+            "schedule=7 is not a pipeline schedule; give the name of one, or a function that is called with",
         ),
     ],
 )

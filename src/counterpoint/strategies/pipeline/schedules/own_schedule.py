@@ -45,8 +45,8 @@ def build_own_schedule(schedule: object) -> PipelineSchedule:
         )
     if not callable(schedule) or isinstance(schedule, type):
         raise PlanError(
-            f"schedule={schedule!r} is no pipeline schedule; give the name of one, or a function that is called with a "
-            "StageReplica and yields its PipelineAction('F', micro) and PipelineAction('B', micro) in order"
+            f"schedule={schedule!r} is not a pipeline schedule; give the name of one, or a function that is called "
+            "with a StageReplica and yields its PipelineAction('F', micro) and PipelineAction('B', micro) in order"
         )
     actions = partial(checked_actions, schedule_name(schedule), schedule)
     return PipelineSchedule(schedule_name(schedule), actions, partial(peak_in_flight, actions), range(1, MAX_CHUNKS))
@@ -56,7 +56,7 @@ def checked_actions(name: str, generate: OwnSchedule, replica: StageReplica) -> 
     """Yield the actions of a stage replica after checking that each of its microbatches is computed once.
 
     Raises:
-        ProgramError: an action is missing, comes twice or too early, or is none.
+        ProgramError: an action is missing, comes twice or too early, or something else is yielded.
     """
     place = f"{name}, for stage {replica.stage} of {replica.num_stages},"
     actions = [parse_action(place, action) for action in generate(replica)]
