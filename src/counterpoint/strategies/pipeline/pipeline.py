@@ -1,4 +1,13 @@
-"""Pipeline parallelism: each stage runs chunks of consecutive blocks and sends its results to the next stages."""
+"""Pipeline parallelism: each stage runs chunks of consecutive blocks and sends its results to the next stages.
+
+::
+
+    Pipeline.lower          from the program of one replica to one of all stages
+      chunks                which blocks are a chunk (split_points.py, partition.py), on which stage (chunks.py)
+      schedule_impl         in which order a stage runs its forwards and backwards: schedules/
+      stage_programs        that order with sends, receives and the reductions of replicas: stage_programs.py
+      _async_pipeline       instead of both, if batches follow each other without a flush: async_pipeline.py
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The rank programs of a pipeline with a flush: actions of the schedule, messages between stages, update.
 
+A slot is the index of a stage replica, counted over the replicas of all stages in order: with replicas 2 and 1, the
+slots 0 and 1 are the first stage, and 2 is the second.
+
 A send may block until its receive is posted (rendezvous). A receive right before the action that needs it costs no
 waiting, but with several chunks per stage two stages send to each other, and both sends may then block. Such a receive
 is placed earlier: where its stage is at the time of the send, if all actions take the time in :data:`UNIT_COST`, so
