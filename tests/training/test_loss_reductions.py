@@ -367,6 +367,36 @@ def test_what_a_worker_pushes_is_clipped(consistency):
     assert max_difference(params, expected) < 1e-12
 
 
+def other_loss_of_many(output, targets):
+    loss = masked_mean(output, targets)
+    return cp.WeightedMean(loss.total.sqrt() if len(output) > SAMPLES // 2 else loss.total, loss.weight)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_microbatches"), [("solo", 2), ("solo", SAMPLES), ("data(2)", None), ("zero3(2)", 2)]
+)
+def test_a_branch_on_the_number_of_samples_is_refused_if_microbatches_and_the_batch_differ(plan, num_microbatches):
+    """Halves of a microbatch took the same side as the microbatch."""
+    with pytest.raises(
+        DataError, match=r"^the loss depends on the number of samples, .* repeated to the 12 of the batch"
+    ):
+        train(other_loss_of_many, plan, num_microbatches)
+
+
+def test_a_loss_of_a_fixed_number_of_samples_is_refused():
+    """The check of halves ended with torch's own error."""
+
+    def hardest(output, targets):
+        losses = F.cross_entropy(output, targets, reduction="none").mean(1)
+        return losses.topk(SAMPLES // 2).values.mean()
+
+    with pytest.raises(
+        DataError, match=r"the 6 samples of microbatch 0, but not on parts .* selected index k"
+    ) as caught:
+        train(hardest, "data(2)", None)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 def median(output, targets):
     return (output.softmax(1)[:, 0] - targets.clamp(min=0)).abs().mean(1).quantile(0.5)
 

@@ -442,13 +442,16 @@ class SegmentExecutor:
         blocks = f"block {block}" if stop == block + 1 else f"blocks {block} to {stop - 1}"
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
         step, index = self.step_and_micro(micro)
-        num_samples = sum(
-            size for other_micro, size in self.batch.sizes.items() if self.step_and_micro(other_micro)[0] == step
-        )
         return (
             f"{blocks} of {self.model.num_blocks} on microbatch {index} of step {step}, which has "
-            f"{self.batch.sizes[micro]} of the batch's {num_samples} samples, with inputs of the shapes {shapes}"
+            f"{self.batch.sizes[micro]} of the batch's {self.batch_size_of(step)} samples, with inputs of the shapes "
+            f"{shapes}"
         )
+
+    def batch_size_of(self, step: int) -> int:
+        """Return the number of samples of a step's batch."""
+        assert self.batch is not None, "a step has begun"
+        return sum(size for micro, size in self.batch.sizes.items() if self.step_and_micro(micro)[0] == step)
 
     def make_leaves(self, segment: Segment, micro: int) -> list[Tensor]:
         """Return a segment's inputs as leaves: the model's own from the batch, without gradient, then stored values."""
@@ -620,7 +623,8 @@ class SegmentExecutor:
                 if is_shared:
                     self.loss_check.check_state(loss_function, step, LossSamples(output, targets, size, what))
                 elif not is_whole and self.loss_check.is_due(step, targets, size, loss_weight):
-                    self.loss_check.check(loss_function, step, output, targets, loss.detach(), size, what)
+                    batch_size = self.batch_size_of(step)
+                    self.loss_check.check(loss_function, step, output, targets, loss.detach(), size, what, batch_size)
         if model.scaling_code and not is_whole and (model.loss_is_sum or loss_weight is not None):
             raise DataError(explain_other_scale(model.scaling_code, what))
         if model.loss_is_sum:

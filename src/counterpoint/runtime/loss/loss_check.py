@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from counterpoint.errors import DataError
+from counterpoint.errors import CounterpointError, DataError, first_line
 from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, TorchFunction
 from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_mean_loss
@@ -93,6 +93,8 @@ OTHER_REMEDY = (
     "pass loss_reduction='batch', which evaluates it once on the outputs of the whole batch, or cross_sample='accept' "
     "if each microbatch may be a batch of its own"
 )
+MAX_REPEATED = 1 << 22
+"""Elements of the outputs of a whole batch up to which its loss is computed from repeated samples."""
 MAX_DIFFERENTIATED = 8
 """Samples whose gradients are compared with those of parts, so that those of all logits are not held once more."""
 SUMS_REMEDY = (
@@ -250,6 +252,12 @@ class LossSamples(NamedTuple):
         output, targets = (tree_map(_halve, values) for values in self[:2])
         return LossSamples(output, targets, self.num_samples, self.what)
 
+    def repeat(self, num_samples: int) -> LossSamples:
+        """Return these samples again and again, up to a number of samples."""
+        repeat = partial(_repeat, num_samples=self.num_samples, total=num_samples)
+        output, targets = (tree_map(repeat, values) for values in self[:2])
+        return LossSamples(output, targets, num_samples, self.what)
+
     def join(self, other: LossSamples, *, cuts_lists: bool) -> LossSamples:
         """Return these samples and others."""
         join = partial(_concatenate, joins_lists=cuts_lists)
@@ -291,6 +299,7 @@ class LossCheck:
         self.next_state_step = 0  # likewise, for the state
         self.single: LossSamples | None = None  # a microbatch of one sample
         self.new_values = NewValues()
+        self.checked_sizes = set[tuple[int, int]]()  # of a microbatch and of its batch
         self.has_checked_gradients = False
         self.has_compared_gradients = False  # of parts with those of the whole
 
@@ -318,6 +327,7 @@ class LossCheck:
         value: Tensor | float,
         num_samples: int,
         what: str,
+        batch_size: int = 0,
     ) -> None:
         """Check the loss of a microbatch, of a single sample together with the next such one.
 
@@ -332,9 +342,11 @@ class LossCheck:
             value: the loss, for a weighted mean without its weight; read only if it is checked.
             num_samples: how many there are.
             what: the samples, for the error.
+            batch_size: samples of the whole batch; 0 if it is unknown.
 
         Raises:
-            DataError: it is not what the losses of two parts add up to, or each call of it changes a state.
+            DataError: it is not what the losses of two parts add up to, each call of it changes a state, or it depends
+                on the number of samples.
         """
         samples, state = LossSamples(output, targets, num_samples, what), LossState(self.loss)
         if self._start_late_check(state, loss_function, step, samples, value):
@@ -345,6 +357,7 @@ class LossCheck:
                 total, changed = self._require_no_state(state, loss_function, step, samples, is_divided=True)
                 with state.restored(changed):
                     self._check_parts(loss_function, step, samples, float(value), total)
+                    self._require_same_for_batch_size(loss_function, samples, total, batch_size)
                 with state.restored(changed), torch.enable_grad():
                     self._require_proportional_gradients(loss_function, samples)
                     self._require_gradients_of_parts(loss_function, samples)
@@ -520,6 +533,51 @@ class LossCheck:
             abs(losses.total - (losses.sum if self.is_sum else losses.mean)) <= tolerance for losses, tolerance in pairs
         ):
             raise DataError(self._explain(finite[0], what, tolerances[0]))
+
+    def _require_same_for_batch_size(
+        self, loss_function: LossFunction, samples: LossSamples, total: LossValue, batch_size: int
+    ) -> None:
+        """Check a loss of as many samples as the whole batch has, which are the microbatch's, repeated.
+
+        A branch on the number of samples may take one side for a microbatch and its halves, but another for the batch.
+
+        Args:
+            loss_function: the user's, with the parameters of this step.
+            samples: of the microbatch.
+            total: the loss of them.
+            batch_size: samples of the whole batch.
+
+        Raises:
+            DataError: it is not.
+        """
+        size = samples.num_samples
+        leaves = [leaf for leaf in tree_leaves(samples.output) if isinstance(leaf, Tensor)]
+        is_known = self.next_step != math.inf and samples.are_along_dim_0 and not samples.has_plain_list
+        is_known = is_known and bool(leaves) and math.isfinite(total.mean) and total.mean != 0  # as without tokens
+        if not is_known or batch_size <= size or (size, batch_size) in self.checked_sizes:
+            return
+        if sum(leaf[:1].numel() for leaf in leaves) * batch_size > MAX_REPEATED:
+            return
+        self.checked_sizes.add((size, batch_size))
+        try:  # a loss need not take samples twice
+            whole = self._compute(loss_function, samples.repeat(batch_size))
+            rest = self._compute(loss_function, samples.repeat(batch_size - size))
+        except Exception:  # noqa: BLE001 - as above; what the loss cannot do at all ends the step itself
+            return
+        losses = LossOfParts(
+            whole.mean, (total.mean, rest.mean), (total.weight, rest.weight), (size, batch_size - size), is_made=True
+        )
+        tolerance = _relative_tolerance(leaves[0], total.dtype) * losses.magnitude
+        tolerance += _rounding_error(leaves[0], total.dtype)
+        expected = losses.sum if self.is_sum else losses.mean
+        if losses.counts and abs(losses.total - expected) > tolerance:
+            raise DataError(
+                f"the loss depends on the number of samples, as with a branch on len(output): for the {size} of "
+                f"{samples.what} it is {total.mean:.6g}, but for the same ones, repeated to the {batch_size} of the "
+                f"batch, {whole.mean:.6g} instead of {expected:.6g}; a batch is divided into microbatches, of which "
+                "the losses must add up to that of the batch: compute the same for any number of samples, give the number with the "
+                f"targets, or {self.remedy or STATE_OPTIONS}"
+            )
 
     def _start_late_check(
         self,
@@ -754,7 +812,8 @@ class LossCheck:
                 # a loss need not take values that no model gives
                 with suppress(Exception) if is_made or len(cuts) > 1 else nullcontext():
                     parts = make(cuts_lists)
-                    values = [self._compute(loss_function, part, is_read=is_read) for part in parts]
+                    with nullcontext() if is_made else _explain_other_size(samples, self.remedy or OTHER_REMEDY):
+                        values = [self._compute(loss_function, part, is_read=is_read) for part in parts]
                     both = whole or self._compute(
                         loss_function, parts[0].join(parts[1], cuts_lists=cuts_lists), is_read=is_read
                     )
@@ -827,6 +886,25 @@ class LossCheck:
         )
 
 
+@contextmanager
+def _explain_other_size(samples: LossSamples, remedy: str) -> Iterator[None]:
+    """Explain an error of a loss that computes on some samples, but not on parts of them."""
+    try:
+        yield
+    except (CounterpointError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if "does not require grad" in str(error):  # a loss that differentiates, which is tried again with gradients
+            raise
+        reason = first_line(error).strip()
+        raise DataError(
+            f"the loss computes on the {samples.num_samples} samples of {samples.what}, but not on parts of them: "
+            f"{type(error).__name__}{f': {reason}' if reason else ''}; its code depends on the number of samples, as "
+            "topk or a view of a fixed size does, so the losses of microbatches would not add up to that of the batch; "
+            f"compute it for any number of samples; {remedy}"
+        ) from error
+
+
 def _run_without_gradients(check: Callable[[], None]) -> None:
     """Run a check without gradients; with them if the loss differentiates, as a penalty on gradients does."""
     try:
@@ -853,6 +931,13 @@ def _as_leaf(leaf: object) -> object:
 
 def _halve(leaf: object) -> object:
     return leaf / 2 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _repeat(leaf: object, *, num_samples: int, total: int) -> object:
+    """Return the samples of a tensor again and again, up to a number of samples; other values as they are."""
+    if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != num_samples:
+        return leaf
+    return leaf[torch.arange(total, device=leaf.device) % num_samples]
 
 
 def _concatenate(first: object, second: object, *, joins_lists: bool) -> object:
