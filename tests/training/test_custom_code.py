@@ -80,6 +80,9 @@ def test_gradient_hooks_on_microbatches_are_warned_of_once_or_refused():
             step(*dataset(12).tensors)
         step(*dataset(12).tensors)
         assert torch.equal(model[0].weight, before)
+
+
+def test_hooks_after_accumulation_of_microbatches_are_refused():
     model = mlp()
     model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
     with (
@@ -87,6 +90,45 @@ def test_gradient_hooks_on_microbatches_are_warned_of_once_or_refused():
         pytest.raises(cp.PlanError, match=r"^0.weight has a hook that runs after its gradient .* num_microbatches=1"),
     ):
         step(*dataset(12).tensors)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda grad: grad.clamp(-1e-3, 1e-3),
+        lambda grad: grad.clamp_(-1e7, 1e7),
+        torch.sign,
+        lambda grad: grad / (grad.norm() + 1e-9),
+        lambda grad: grad + 0.01,
+        lambda grad: grad + torch.randn_like(grad),
+    ],
+    ids=["clamp", "in place", "sign", "norm", "added", "noise"],
+)
+def test_gradient_hooks_that_are_not_linear_are_refused_on_microbatches(hook):
+    """They were called for the gradients of parts, with a warning only."""
+    model = mlp()
+    model[0].weight.register_hook(hook)
+    with (
+        step_of(model, "solo", num_microbatches=2) as step,
+        pytest.raises(cp.PlanError, match=r"^0.weight has a gradient hook that is not linear, .* num_microbatches=1"),
+    ):
+        step(*dataset(12).tensors)
+
+
+@pytest.mark.filterwarnings("ignore:0.weight has a gradient hook")
+def test_what_a_gradient_hook_keeps_is_that_of_its_microbatches():
+    """Hooks are called before the first step, to see whether they are linear."""
+    model, grads, total = mlp(), [], torch.zeros_like(mlp()[0].weight)
+
+    def keep(grad):
+        grads.append(grad.clone())
+        total.add_(grad)
+
+    model[0].weight.register_hook(keep)
+    with step_of(model, "solo", num_microbatches=2) as step:
+        step(*dataset(12).tensors)
+    assert len(grads) == 2
+    assert torch.equal(total, sum(grads))
 
 
 def test_gradient_hooks_are_called_under_solo():

@@ -55,6 +55,7 @@ from counterpoint.runtime.batch_norm.sync import (
 )
 from counterpoint.runtime.commit.step_commit import StepGuard
 from counterpoint.runtime.fusion import LoweredProgram, fuse, segment_boundaries
+from counterpoint.runtime.gradient_hooks import is_linear_hook
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
@@ -337,8 +338,8 @@ class GradHookCheck:
     """Checks that gradient hooks of the user's, which may be registered between any two steps, see what is applied.
 
     They do if one rank runs the whole model on the whole batch. On each of several microbatches they see a part of the
-    gradient, so that only a linear one is exact: a warning says so, once. One that runs after gradients are accumulated
-    would see sums over some microbatches, and is refused.
+    gradient, so that only a linear one is exact: another is refused, and a warning says what they see, once. One that
+    runs after gradients are accumulated would see sums over some microbatches, and is refused.
 
     Args:
         model: whose parameters may have hooks.
@@ -352,6 +353,7 @@ class GradHookCheck:
     ) -> None:
         self.params, self.plan = list(model.named_parameters()), plan
         self.tensors = [param for _, param in self.params]
+        self.has_warned = False
         self.allowed: list[tuple[int, ...]] = []  # the ids of the hooks at the last call, of each parameter with some
         self.are_called = plan.num_ranks == 1 and isinstance(partition, WholeModel) and not trains_copies
         self.is_exact = self.are_called and plan.global_num_microbatches == 1
@@ -360,7 +362,7 @@ class GradHookCheck:
         """Raise if a parameter has gradient hooks but ranks compute with copies of it, or sum its gradient later.
 
         Raises:
-            PlanError: one has.
+            PlanError: one has, or has a hook on parts of the gradient that is not linear.
         """
         if self.is_exact:
             return
@@ -390,14 +392,22 @@ class GradHookCheck:
                     f"done in {num_microbatches} microbatches, so that it would see sums over some of them; pass "
                     "num_microbatches=1, or remove the hook and read step.gradients() after the step"
                 )
-            warn(
-                f"{name} has a gradient hook, which is called for each of {num_microbatches} microbatches, with a part "
-                "of the gradient of the batch; if it is not linear (a sign, a clipping, a norm), pass "
-                "num_microbatches=1",
-                stacklevel=2,
-            )
-            self.is_exact = True  # warned once
-            return
+            if not all(is_linear_hook(hook, param) for hook in hooks):
+                raise PlanError(
+                    f"{name} has a gradient hook that is not linear, such as a clipping, a sign or a norm: for the sum "
+                    "of two gradients it does not give the sum of what it gives for each; but under "
+                    f"{self.plan} it is called for each of {num_microbatches} microbatches, with a part of the "
+                    "gradient of the batch; pass num_microbatches=1, or clip the gradient of the batch (clip_norm=..., "
+                    "clip_value=...)"
+                )
+            if not self.has_warned:
+                warn(
+                    f"{name} has a gradient hook, which is called for each of {num_microbatches} microbatches, with a "
+                    "part of the gradient of the batch; if it depends on values of the gradient (a log, a maximum), "
+                    "pass num_microbatches=1",
+                    stacklevel=2,
+                )
+            self.has_warned = True
         self.allowed = hook_ids  # after an error they are looked at again
 
 

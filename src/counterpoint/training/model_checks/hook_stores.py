@@ -6,10 +6,7 @@ or have that of another microbatch.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
+from counterpoint.runtime.gradient_hooks import find_stores, read_store, write_store
 
 
 def require_no_kept_outputs(model: nn.Module, inputs: Inputs, plan: str, *, are_copied: bool) -> None:
@@ -39,8 +37,8 @@ def require_no_kept_outputs(model: nn.Module, inputs: Inputs, plan: str, *, are_
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())  # noqa: SLF001 - there is no other way to see them
         if not (are_copied and isinstance(hook, FunctionType))
     ]
-    stores = [(path, store) for path, hook in hooks for store in _find_stores(hook)]
-    before = [(store, _read(store)) for _, store in stores]
+    stores = [(path, store) for path, hook in hooks for store in find_stores(hook)]
+    before = [(store, read_store(store)) for _, store in stores]
     if not stores:
         return
     known = {id(value) for _, values in before for value in _tensors(values)}
@@ -49,13 +47,13 @@ def require_no_kept_outputs(model: nn.Module, inputs: Inputs, plan: str, *, are_
         kept = [
             path
             for path, store in stores
-            if any(value.grad_fn is not None and id(value) not in known for value in _tensors(_read(store)))
+            if any(value.grad_fn is not None and id(value) not in known for value in _tensors(read_store(store)))
         ]
     except Exception:  # noqa: BLE001 - training raises it again, with its location
         return
     finally:
         for store, values in before:
-            _write(store, values)
+            write_store(store, values)
     if kept:
         raise PlanError(
             f"a forward hook of {f'module {kept[0]!r}' if kept[0] else type(model).__name__} keeps a differentiable "
@@ -73,55 +71,6 @@ def _run(model: nn.Module, inputs: Inputs) -> None:
             model(*args, **kwargs)
     finally:
         attributes.restore()
-
-
-def _find_stores(hook: Callable[..., object]) -> Iterator[Any]:
-    """Yield what a hook can write to: cells of its closure, collections, and objects with attributes."""
-    if isinstance(hook, partial):
-        for value in (*hook.args, *hook.keywords.values()):
-            yield from _as_store(value)
-        yield from _find_stores(hook.func)
-    elif isinstance(hook, MethodType):
-        yield from _as_store(hook.__self__)
-    elif isinstance(hook, FunctionType):
-        for cell in hook.__closure__ or ():
-            yield cell
-            yield from _as_store(_read(cell))
-        for name in hook.__code__.co_names:
-            yield from _as_store(hook.__globals__.get(name))
-        for value in hook.__defaults__ or ():
-            yield from _as_store(value)
-    else:
-        yield from _as_store(hook)
-
-
-def _as_store(value: object) -> Iterator[Any]:
-    is_object = hasattr(value, "__dict__") and not isinstance(
-        value, type | FunctionType | ModuleType | nn.Module | Tensor
-    )
-    if type(value) in {list, dict, set} or is_object:
-        yield value
-
-
-def _read(store: Any) -> Any:  # noqa: ANN401 - whatever a hook has
-    """Return a copy of what a store has."""
-    if isinstance(store, CellType):
-        try:
-            return store.cell_contents
-        except ValueError:  # empty
-            return None
-    return copy.copy(store if type(store) in {list, dict, set} else vars(store))
-
-
-def _write(store: Any, values: Any) -> None:  # noqa: ANN401 - as above
-    if isinstance(store, CellType):
-        store.cell_contents = values
-    elif type(store) is list:
-        store[:] = values
-    else:
-        target = store if type(store) in {dict, set} else vars(store)
-        target.clear()
-        target.update(values)
 
 
 def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 - as above
