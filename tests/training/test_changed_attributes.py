@@ -1,6 +1,8 @@
 """Plain attributes that a loop changes between steps: as in a plain loop, or refused where ranks would not see them."""
 
 import copy
+import os
+from contextvars import ContextVar, copy_context
 
 import numpy as np
 import pytest
@@ -75,6 +77,46 @@ def heat(model):
 
 def drop(model):
     model.get_submodule("dropout").p = 0.5
+
+
+CONTEXT_SCALE = ContextVar("scale", default="1")
+
+
+class ReadsEnvironment(Net):
+    def forward(self, x):
+        return super().forward(x) * float(os.environ.get("NET_SCALE", "1"))
+
+
+class ReadsContext(Net):
+    def forward(self, x):
+        return super().forward(x) * float(CONTEXT_SCALE.get())
+
+
+def build_reader(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(ReadsEnvironment, "environment variable NET_SCALE"), (ReadsContext, "global CONTEXT_SCALE of tests")],
+)
+@pytest.mark.parametrize(("plan", "is_traced"), [("data(2)", False), ("zero3(2)", True), ("pipeline(2)", True)])
+def test_environment_and_context_variables_are_those_of_the_step_or_refused(kind, name, plan, is_traced, monkeypatch):
+    def change(_):
+        monkeypatch.setenv("NET_SCALE", "2")
+        CONTEXT_SCALE.set("2")
+
+    monkeypatch.setenv("NET_SCALE", "1")
+    if is_traced:
+        with pytest.raises(DataError, match=f"^the {name}.* was changed from '1' to '2' between two steps"):
+            copy_context().run(train, build_reader(kind), plan, change)
+        return
+    states = []
+    for own_plan in ("solo", plan):
+        monkeypatch.setenv("NET_SCALE", "1")
+        states.append(copy_context().run(train, build_reader(kind), own_plan, change))
+    assert max_difference(*states) < 1e-12
 
 
 @pytest.mark.long(quick=["drop-dropout.p of-data(2)", "drop-dropout.p of-zero1(2)", "drop-dropout.p of-tensor(2)"])

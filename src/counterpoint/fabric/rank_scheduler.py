@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from enum import Enum
 
@@ -41,7 +42,7 @@ class RankScheduler:
 
     Each rank has its own state of torch's default CPU generator, as a process would; it is swapped on every switch and
     starts as a copy of the caller's. Gradient mode, autocast and function modes are thread-local and start as the
-    caller's.
+    caller's, as contextvars do.
     """
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
@@ -230,10 +231,11 @@ class RankScheduler:
 
 
 def inherit_torch_context(work: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that runs the work under this thread's gradient mode, autocast and function modes.
+    """Return a function that runs the work under this thread's gradient mode, autocast, function modes and contextvars.
 
     All of them are thread-local.
     """
+    context = copy_context()
     grad_mode = torch.is_grad_enabled()
     function_modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     casts = [(device, torch.get_autocast_dtype(device)) for device in DEVICES if torch.is_autocast_enabled(device)]
@@ -244,7 +246,7 @@ def inherit_torch_context(work: Callable[[int], None]) -> Callable[[int], None]:
                 stack.enter_context(torch.autocast(device, dtype))
             for mode in function_modes:
                 stack.enter_context(mode)
-            work(rank)
+            context.copy().run(work, rank)
 
     return run
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import reprlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -24,9 +26,10 @@ class AttributeCheck:
 
     Ranks that run copies of the model, or a trace of it, have the values of the first step. Compared are numbers, texts
     and collections of them, in attributes of modules or of objects in these (a configuration), functions, tensors that
-    are no buffers, and hooks; under a trace also attributes and methods of classes, and the globals and variables of
-    closures that functions read. Attributes that the model's own forward changes, which user code may call between
-    steps, are left out; of torch's modules only floats, functions and hooks are compared.
+    are no buffers, and hooks; under a trace also attributes and methods of classes, and the globals, variables of
+    closures, environment variables and context variables that functions read. Attributes that the model's own forward
+    changes, which user code may call between steps, are left out; of torch's modules only floats, functions and hooks
+    are compared.
     """
 
     def __init__(self) -> None:
@@ -256,9 +259,9 @@ def _values_of_code(model: nn.Module) -> Iterator[WatchedValue]:
                 yield WatchedValue(f"{kind.__qualname__}.{key}", vars(kind), key, value)
     seen: set[tuple[int, str]] = set()
     for function in _functions_of(functions):
-        yield from _defaults_of(function)
+        yield from (*_defaults_of(function), *_environment_of(function))
         for name, holder, key in _names_of(function):
-            value = holder[key]
+            holder, key, value = _look_into_context(holder, key)
             if (id(holder), key) in seen:
                 continue
             seen.add((id(holder), key))
@@ -266,6 +269,25 @@ def _values_of_code(model: nn.Module) -> Iterator[WatchedValue]:
                 yield WatchedValue(name, holder, key, value)
             elif _has_attributes(value) and not isinstance(value, ModuleType):
                 yield from _plain_parts(name, value)
+
+
+def _environment_of(function: FunctionType) -> Iterator[WatchedValue]:
+    """Yield the environment variables whose names are constants, globals or defaults of a function that reads some."""
+    code = function.__code__
+    if not {"environ", "getenv"}.intersection(code.co_names):
+        return
+    read = [function.__globals__.get(key) for key in code.co_names]
+    read += [*code.co_consts, *(function.__defaults__ or ()), *ClosureVariables(function).values()]
+    values = os.environ  # noqa: TID251 - which the user's code reads
+    for key in dict.fromkeys(value for value in read if isinstance(value, str) and value.isidentifier()):
+        yield WatchedValue(f"the environment variable {key}", values, key, values.get(key))
+
+
+def _look_into_context(holder: Mapping[str, Any], key: str) -> tuple[Mapping[str, Any], str, Any]:
+    """Return where a value is, its key and the value; of a context variable the value that it has."""
+    if isinstance(holder[key], ContextVar):
+        holder, key = ContextValue(holder[key]), "value"
+    return holder, key, holder.get(key)
 
 
 def _defaults_of(function: FunctionType) -> Iterator[WatchedValue]:
@@ -332,6 +354,35 @@ class ListEntries(Mapping[int, Any]):
 
     def __len__(self) -> int:
         return len(self.values_by_index)
+
+
+class ContextValue(Mapping[str, Any]):
+    """The value of a context variable, as ``value``; empty if it has none.
+
+    Args:
+        variable: the context variable.
+
+    Example:
+        >>> scale = ContextVar("scale", default=2)
+        >>> dict(ContextValue(scale))
+        {'value': 2}
+    """
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self.variable = variable
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - of any type
+        try:
+            return self.variable.get()
+        except LookupError:
+            raise KeyError(key) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("value",) if self else ())
+
+    def __len__(self) -> int:
+        missing = object()
+        return int(self.variable.get(missing) is not missing)
 
 
 class ClosureVariables(Mapping[str, Any]):
