@@ -575,8 +575,8 @@ class LossCheck:
                 f"the loss depends on the number of samples, as with a branch on len(output): for the {size} of "
                 f"{samples.what} it is {total.mean:.6g}, but for the same ones, repeated to the {batch_size} of the "
                 f"batch, {whole.mean:.6g} instead of {expected:.6g}; a batch is divided into microbatches, of which "
-                "the losses must add up to that of the batch: compute the same for any number of samples, give the number with the "
-                f"targets, or {self.remedy or STATE_OPTIONS}"
+                "the losses must add up to that of the batch: compute the same for any number of samples, give "
+                f"the number with the targets, or {self.remedy or STATE_OPTIONS}"
             )
 
     def _start_late_check(
