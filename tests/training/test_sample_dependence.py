@@ -51,6 +51,34 @@ class BranchInTraining(Layers):
         return self.last(self.first(x) * (2 if self.training and float(x.sum()) > 0 else 1))
 
 
+class BranchOnTheNumber(Layers):
+    """On a microbatch it takes the same side as on half of it."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden if len(x) > 4 else hidden.tanh())
+
+
+class OtherFactorForMany(Layers):
+    def forward(self, x):
+        return self.last(self.first(x) * (2 if len(x) > 4 else 1))
+
+
+class MeanOfTheLargestThree(Layers):
+    """It does not run on half of a microbatch of three."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden + hidden[:, 0].topk(3).values.mean())
+
+
+class LoopsOverSamples(Layers):
+    """It calls other functions for another number of samples, but for each the same."""
+
+    def forward(self, x):
+        return self.last(torch.stack([self.first(sample).tanh() for sample in x]))
+
+
 class LessTheSampleBefore(Layers):
     """Of a batch, the first half never sees the second."""
 
@@ -176,8 +204,18 @@ def test_outputs_that_depend_on_other_samples_are_refused(kind, strategy, num_mi
         train(kind(), features(6, 4), strategy, num_microbatches)
 
 
+@pytest.mark.parametrize(("kind", "strategy", "num_microbatches"), [
+    (BranchOnTheNumber, "solo", 2), (BranchOnTheNumber, "solo", 6), (BranchOnTheNumber, "pipeline(2)", 2),
+    (OtherFactorForMany, "data(2)", 1), (OtherFactorForMany, "zero(2, level=3)", 1), (MeanOfTheLargestThree, "data(2)", 1),
+])  # fmt: skip
+def test_outputs_that_depend_on_the_number_of_samples_are_refused(kind, strategy, num_microbatches):
+    """A microbatch and its halves take the same branch, or halves do not run."""
+    with pytest.raises(PlanError, match="of its largest value with the same samples repeated to 6;"):
+        train(kind(), features(6, 4), strategy, num_microbatches)
+
+
 @pytest.mark.parametrize("num_microbatches", [2, 3, 6])
-@pytest.mark.parametrize("kind", [Independent, OtherInTraining, GradientsClippedEach])
+@pytest.mark.parametrize("kind", [Independent, OtherInTraining, GradientsClippedEach, LoopsOverSamples])
 def test_independent_samples_are_not_refused(kind, num_microbatches):
     expected = train(kind(), features(6, 4), "solo", 1)
     assert train(kind(), features(6, 4), "solo", num_microbatches) == pytest.approx(expected, rel=1e-5)

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.batch_statistics import uses_batch_statistics
+from counterpoint.partitioning.compiled_modules import run_eagerly
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
 from counterpoint.partitioning.pytree import has_plain_entries
 from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
@@ -41,6 +43,10 @@ def require_sample_independence(
     a tensor, as ``if x.mean() > 0`` does. Torch's own modules remain in evaluation mode there, because other checks
     treat batch norms, and random numbers are replaced by constants.
 
+    A branch on the number of samples may take one side for a microbatch, and the other for the batch. If the model does
+    not run on half of a microbatch, or calls other functions for as many samples as the batch has, which is seen on
+    torch's meta device, then it runs on the microbatch's samples, repeated to this number.
+
     The check is skipped in a mode in which the model draws other random numbers, and for a model that has norms without
     running statistics, or does not run. A branch that the samples of a microbatch decide on together is found only if
     one of these forwards takes the other side.
@@ -57,7 +63,11 @@ def require_sample_independence(
     """
     if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
         return
-    found = [_find_dependence(model, inputs, read_batch, cuts_lists=cuts) for cuts in _ways_to_cut(inputs)]
+    found = [
+        _find_dependence(model, inputs, read_batch, cuts_lists=cuts)
+        or _find_dependence_on_number(model, inputs, num_microbatches, cuts_lists=cuts)
+        for cuts in _ways_to_cut(inputs)
+    ]
     dependence = found[0]
     if dependence is None or None in found:
         return
@@ -111,6 +121,81 @@ def _find_dependence(
         is_other = len(trained) != len(outputs) or not all(map(torch.equal, trained, outputs))
         return _find_dependence_in_mode(model, cut, batch_size, trained) if is_other or reads.has_read else None
     return None
+
+
+def _find_dependence_on_number(
+    model: nn.Module, inputs: Inputs, num_microbatches: int, *, cuts_lists: bool
+) -> Dependence | None:
+    """Return how outputs change where samples are repeated to the number of the batch; None if they do not."""
+    size = num_samples(inputs)
+    batch_size = size * num_microbatches
+    with suppress(Exception), run_eagerly(model), preserve_state(model, training=False):  # which need not take them
+        runs_on_half = size < 2 or _runs(model, _resize_batch(inputs, 0, size // 2, cuts_lists=cuts_lists))
+        on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
+        if runs_on_half and _calls(model, on_meta) == _calls(
+            model, _repeat_samples(on_meta, size, num_microbatches, cuts_lists=cuts_lists)
+        ):
+            return None
+        whole = _run_model(model, _repeat_samples(inputs, size, num_microbatches, cuts_lists=cuts_lists))
+        one = _run_model(model, _resize_batch(inputs, 0, size, cuts_lists=cuts_lists))
+        error = _largest_error(whole, one, range(size), batch_size, find_rounding(model))
+        return Dependence(error, f"with the same samples repeated to {batch_size}") if error else None
+    return None
+
+
+def _runs(model: nn.Module, inputs: Inputs) -> bool:
+    """Tell whether a model runs on some samples."""
+    try:
+        _run_model(model, inputs)
+    except Exception:  # noqa: BLE001 - whatever it raises
+        return False
+    return True
+
+
+def _calls(model: nn.Module, inputs: Inputs) -> list[Any]:
+    """Return the functions of torch that a model calls on the meta device, and the numbers that it computes with."""
+    recorder, attributes = CallRecorder(), ModuleAttributes(model)
+    values = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    args, kwargs = split_call_args(inputs)
+    try:
+        with recorder:
+            functional_call(model, values, args, kwargs)
+    finally:
+        attributes.restore()
+    return recorder.calls
+
+
+class CallRecorder(TorchFunctionMode):
+    """Records the functions of torch that Python code calls, with numbers that are computed with.
+
+    Example:
+        >>> with CallRecorder() as recorder:
+        ...     _ = torch.ones(3) * 2
+        >>> [name for name, _ in recorder.calls]
+        ['ones', 'mul']
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[float]]] = []
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 - any function of torch
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Call the function."""
+        name = getattr(func, "__name__", "")
+        if name != "__get__":  # of attributes, such as a shape
+            is_arithmetic = name.strip("_") in ARITHMETIC
+            kinds = (int, float) if is_arithmetic else float  # integers are sizes in other functions
+            self.calls.append((name, [value for value in args if isinstance(value, kinds)]))
+        return func(*args, **(kwargs or {}))
+
+
+ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "truediv", "rtruediv", "true_divide", "pow", "rpow"})
 
 
 def _find_dependence_in_mode(
@@ -454,6 +539,19 @@ def _resize_batch(inputs: Inputs, start: int, stop: int, *, cuts_lists: bool) ->
         return (leaf if stop <= batch_size else torch.cat([leaf, torch.zeros_like(leaf)]))[start:stop].clone()
 
     return tree_map(resize, inputs, is_leaf=has_plain_entries if cuts_lists else None)
+
+
+def _repeat_samples(inputs: Inputs, batch_size: int, times: int, *, cuts_lists: bool) -> Inputs:
+    """Return samples several times."""
+
+    def repeat(leaf: Any) -> Any:  # noqa: ANN401 - of any type
+        if cuts_lists and has_plain_entries(leaf) and len(leaf) == batch_size:
+            return leaf * times
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch_size:
+            return leaf
+        return torch.cat([leaf] * times)
+
+    return tree_map(repeat, inputs, is_leaf=has_plain_entries if cuts_lists else None)
 
 
 def _add_multiples(inputs: Inputs, factor: int) -> Inputs:
