@@ -5,7 +5,7 @@ import warnings
 from ast import literal_eval
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -131,6 +131,30 @@ def test_a_former_option_names_the_new_one(old, new):
         cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **former)
     with pytest.raises(cp.PlanError, match=re.escape(f"there is no option {old!r}; {old} is now called {new}")):
         cp.parallelize(mlp(), ADAMW, F.cross_entropy, **former)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("shuffle", "DataLoader(dataset, batch_size=..., shuffle=False)"),
+        ("sampler", "DataLoader(dataset, batch_size=..., sampler=...)"),
+        ("lr_schedule", "lr_scheduler is an option of Trainer(...)"),
+        ("batchsize", "did you mean batch_size?"),
+    ],
+)
+def test_an_option_that_fit_does_not_have_says_what_does_it(name, remedy):
+    options: Any = {name: None}
+    with pytest.raises(cp.PlanError, match=f"^fit has no option '{name}'; .*{re.escape(remedy)}"):
+        make_trainer("solo").fit(dataset(), **options)
+
+
+def test_a_misspelt_parameter_of_a_call_names_the_nearest():
+    with pytest.raises(cp.PlanError, match="there is no option 'lr_schedule'; did you mean lr_scheduler"):
+        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **cast("Any", {"lr_schedule": None}))
+    with pytest.raises(cp.PlanError, match="there is no option 'stratgy'; did you mean strategy"):
+        cp.parallelize(mlp(), ADAMW, F.cross_entropy, **cast("Any", {"stratgy": "solo"}))
+    with pytest.raises(cp.PlanError, match=r"there is no option 'lr_scheduler'; a loop .* call scheduler.step\(\)"):
+        cp.parallelize(mlp(), ADAMW, F.cross_entropy, **cast("Any", {"lr_scheduler": None}))
 
 
 @pytest.mark.parametrize("name", ["overlap", "prefetch", "recompute"])

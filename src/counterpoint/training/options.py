@@ -50,6 +50,18 @@ RENAMED_FIT_OPTIONS = {
 }
 """Former names of keyword options of ``Trainer.fit``."""
 
+OTHER_FIT_OPTIONS = {
+    "shuffle": "samples of a dataset come in a new order in every epoch; for their own order give a DataLoader, whose "
+    "batches are the global ones, in place of batch_size: fit(DataLoader(dataset, batch_size=..., shuffle=False))",
+    "sampler": "give a DataLoader that has it, whose batches are the global ones, in place of batch_size: "
+    "fit(DataLoader(dataset, batch_size=..., sampler=...))",
+    "batch_sampler": "give a DataLoader that has it, whose batches are the global ones, in place of batch_size: "
+    "fit(DataLoader(dataset, batch_sampler=...))",
+    "drop_last": "the last batch of an epoch may have fewer samples; to leave it out give a DataLoader in place of "
+    "batch_size: fit(DataLoader(dataset, batch_size=..., drop_last=True))",
+}
+"""What is given instead, by options that other libraries have."""
+
 RENAMED_VALUES = {
     "batches=own": "batches=per_rank",
     "batches=same": "batches=global",

@@ -778,7 +778,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
             f"{given} is not possible; batches is 'global' or 'per_rank', and uneven is about the batches of "
             f"batches='per_rank'{renamed_hint(f'batches={batches}', RENAMED_VALUES)}"
         )
-    training_options = parse_options(options)
+    training_options = parse_options(options, parallelize)
     rank_environment = environment if environment is not None else detect()
     requested_plan = RequestedPlan(strategy, num_microbatches, passes)
     recorder = record_call(requested_plan)

@@ -279,7 +279,7 @@ def parity(
         True
     """
     optimizer_spec = wrap_optimizer(optimizer, model, loss)
-    training_options = parse_options(options)
+    training_options = parse_options(options, parity)
     layout = SampleLayout(model, training_options.batch_dims or {}, training_options.shared)
     marked = [layout.mark(*batch) for batch in batches]
     steps = [record_step(SlicedBatch(batch, ((0, count_samples(*batch)),)), optimizer_spec) for batch in marked]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -103,8 +104,19 @@ PASS_OPTIONS = {
 """What is written as a pass, by the option that other libraries have for it."""
 
 
-def parse_options(options: dict[str, Any]) -> TrainingOptions:
+LOOP_OPTIONS = {
+    "lr_scheduler": "a loop of your own steps its scheduler: call scheduler.step() after step(inputs, targets)",
+    "callbacks": "a loop of your own calls what it needs after step(inputs, targets)",
+}
+"""What a loop of the user's does instead, by the option that ``Trainer`` has for it."""
+
+
+def parse_options(options: dict[str, Any], caller: Callable[..., Any]) -> TrainingOptions:
     """Build the training options from keyword arguments.
+
+    Args:
+        options: those that the caller has no parameters for.
+        caller: a function with parameters of its own, one of which may be meant.
 
     Raises:
         PlanError: there is no option of a name (the message has the nearest or new one), or the cluster file is wrong.
@@ -116,7 +128,12 @@ def parse_options(options: dict[str, Any]) -> TrainingOptions:
                 raise PlanError(f"there is no option {name!r}{renamed_hint(name, RENAMED_OPTIONS)}")
             if name in PASS_OPTIONS:
                 raise PlanError(f"there is no option {name!r}; it is a pass of the program: write {PASS_OPTIONS[name]}")
-            matches = difflib.get_close_matches(name, known, n=1)
+            if name in LOOP_OPTIONS:
+                raise PlanError(f"there is no option {name!r}; {LOOP_OPTIONS[name]}")
+            own = [
+                key for key, value in inspect.signature(caller).parameters.items() if value.kind == value.KEYWORD_ONLY
+            ]
+            matches = difflib.get_close_matches(name, [*own, *known], n=1)
             hint = f"did you mean {matches[0]}? " if matches else ""
             raise PlanError(f"there is no option {name!r}; {hint}the options are {', '.join(known)}")
     cluster = options.get("cluster")

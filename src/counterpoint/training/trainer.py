@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -43,7 +45,7 @@ from counterpoint.training.model_checks.validation import (
     wrap_optimizer,
 )
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
-from counterpoint.training.options import RENAMED_FIT_OPTIONS
+from counterpoint.training.options import OTHER_FIT_OPTIONS, RENAMED_FIT_OPTIONS, TrainingOptions
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     RequestedPlan,
@@ -70,7 +72,13 @@ def require_known_options(given: Collection[str]) -> None:
         PlanError: it was, with the present name of one that was renamed.
     """
     for name in given:
-        raise PlanError(f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or '; see Trainer.fit'}")
+        own = list(inspect.signature(Trainer.fit).parameters)
+        of_trainer = [*inspect.signature(Trainer).parameters, *TrainingOptions.__dataclass_fields__]
+        near = get_close_matches(name, [*own, *of_trainer], n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; see Trainer.fit"
+        hint = f"; {near[0]} is an option of Trainer(...)" if near and near[0] not in own else hint
+        hint = f"; {OTHER_FIT_OPTIONS[name]}" if name in OTHER_FIT_OPTIONS else hint
+        raise PlanError(f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or hint}")
 
 
 def find_folders(
@@ -159,7 +167,7 @@ class Trainer:
     ) -> None:
         self.model = model
         self.loss = loss
-        self.options = parse_options(options)
+        self.options = parse_options(options, type(self).__init__)
         self.sample_layout = SampleLayout(model, self.options.batch_dims or {}, self.options.shared)
         self.environment = environment if environment is not None else detect()
         requested_plan = RequestedPlan(strategy, num_microbatches, passes)
