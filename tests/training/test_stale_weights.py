@@ -202,6 +202,18 @@ def test_a_read_that_needs_other_processes_is_refused():
     assert layer.weight.isfinite().all()
 
 
+def test_a_buffer_that_is_changed_where_other_processes_have_its_values_can_be_replaced():
+    norm = nn.BatchNorm1d(2)
+    stale = StaleWeights(dict(norm.named_buffers()), "zero(2, level=3)", None)
+    stale.mark()
+    text = r"^running_mean of the model is read or changed in place after .* \(model.running_mean = tensor\)$"
+    with pytest.raises(cp.DataError, match=text):
+        norm.running_mean.mul_(0.5)
+    norm.running_mean = torch.ones(2)
+    stale.unmark()
+    assert norm.running_mean.sum() == 2
+
+
 @pytest.mark.long(quick=["True-zero1(2)", "False-zero2(2)", "False-zero3(2)", "False-tree(2)"])
 @pytest.mark.parametrize(
     "plan", ["data(2)", "zero1(2)", "zero2(2)", "zero3(2)", "pipeline(2)", "tree(2)", "server(2, consistency=asp)", "easgd(2)",

@@ -286,9 +286,13 @@ class StaleWeights:
             DataError: other processes would have to take part.
         """
         if self.export is None:
+            plain_class = next(plain for other, plain, *_ in self._classes if other is tensor)
+            name, replaced = self.names[id(tensor)], ""
+            if not issubclass(plain_class, nn.Parameter):
+                replaced = f"; to change this buffer, replace it by another tensor on all ranks (model.{name} = tensor)"
             raise DataError(
-                f"{self.names[id(tensor)]} of the model is read after a step, but under {self.plan} this process does "
-                "not have the trained values; read them inside `with step.full_weights() as model:`, or after "
-                "step.export_weights(), which all ranks call"
+                f"{name} of the model is read{' or changed in place' if replaced else ''} after a step, but under "
+                f"{self.plan} this process does not have the trained values; read them inside `with "
+                f"step.full_weights() as model:`, or after step.export_weights(), which all ranks call{replaced}"
             )
         self.export()
