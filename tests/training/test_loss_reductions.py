@@ -397,6 +397,20 @@ def test_a_loss_of_a_fixed_number_of_samples_is_refused():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 2), ("solo", SAMPLES), ("pipeline(2)", SAMPLES)])
+def test_a_loss_that_differentiates_is_that_of_a_loop(plan, num_microbatches):
+    """A microbatch of one sample was compared with an earlier one that had no graph."""
+
+    def penalized(output, targets):
+        (slope,) = torch.autograd.grad(output.square().sum(), output, create_graph=True)
+        return output.square().mean() + slope.square().mean()
+
+    expected_losses, expected = train(penalized, "solo", 1)
+    losses, params = train(penalized, plan, num_microbatches)
+    assert losses == pytest.approx(expected_losses, rel=1e-12)
+    assert max_difference(params, expected) < 1e-12
+
+
 def median(output, targets):
     return (output.softmax(1)[:, 0] - targets.clamp(min=0)).abs().mean(1).quantile(0.5)
 

@@ -845,6 +845,8 @@ class LossCheck:
             return
         earlier, self.single = self.single, None
         if earlier is not None and _sample_shapes(earlier) == _sample_shapes(samples):
+            if torch.is_grad_enabled():  # of a loss that differentiates
+                earlier = LossSamples(tree_map(_as_leaf, earlier.output), *earlier[1:])
             yield compute(lambda _: (samples, earlier), None, is_made=False)
         else:
             self.single = samples.detach()
