@@ -17,6 +17,7 @@ import torch
 from counterpoint.errors import LaunchError, PeerError
 from counterpoint.fabric import Address, connect
 from counterpoint.fabric.c10d import TCPStore
+from counterpoint.fabric.rendezvous import bind_port
 from tests.fabric.run_ranks import on_gloo, on_hosts, resources
 
 pytestmark = pytest.mark.process
@@ -267,3 +268,11 @@ def test_an_address_without_a_listener_is_named(processes):
     assert seconds < 1.5
     assert text.startswith("rank 1 could not connect to 127.0.0.1:")
     assert " within 0.5 s; rank 0 serves the rendezvous store there" in text
+    assert text.endswith("all ranks have its address and port (MASTER_ADDR, MASTER_PORT)")
+
+
+def test_an_address_of_another_machine_is_no_taken_port():
+    with pytest.raises(
+        LaunchError, match=r"^rank 0 cannot listen on 192\.0\.2\.1:29500: .* give one of this machine, or"
+    ):
+        bind_port(Address("192.0.2.1", 29500))

@@ -11,6 +11,7 @@ The store carries only who has arrived, and why a rank aborted; no data of a tra
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import os
@@ -433,7 +434,7 @@ def no_store_error(rank: int, address: Address, timeout_s: float, answer: str = 
         )
     return PeerError(
         f"rank {rank} could not connect to {where} within {timeout_s} s; {owner} serves the rendezvous store there: "
-        "check why it has not started, or give its address"
+        "check why it has not started, and that all ranks have its address and port (MASTER_ADDR, MASTER_PORT)"
     )
 
 
@@ -519,14 +520,16 @@ def bind_port(address: Address) -> socket.socket:
     """Return a socket that is bound to the address and to no other interface.
 
     Raises:
-        LaunchError: the port is taken.
+        LaunchError: the port is taken, or the address is not of this machine.
     """
     try:
         return socket.create_server((address.host, address.port), backlog=1024)
     except OSError as error:
+        remedy = "every job needs a port of its own: give another one, or end the program that has it"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "rank 0 runs on the host of this address: give one of this machine, or start rank 0 there"
         raise LaunchError(
-            f"rank 0 cannot listen on {address.host}:{address.port}: {os.strerror(error.errno or 0).lower()}; every "
-            "job needs a port of its own: give another one, or end the program that has it"
+            f"rank 0 cannot listen on {address.host}:{address.port}: {os.strerror(error.errno or 0).lower()}; {remedy}"
         ) from error
 
 
