@@ -430,6 +430,16 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
     return None
 
 
+def environment_variables() -> Mapping[str, str]:
+    """Return the environment variables of this process, as they are when they are read.
+
+    Example:
+        >>> environment_variables().get("COUNTERPOINT_NO_SUCH_VARIABLE") is None
+        True
+    """
+    return os.environ
+
+
 def add_local_world_size(variables: Mapping[str, str]) -> Mapping[str, str]:
     """Return the variables with ``LOCAL_WORLD_SIZE``, if only this one of a rank's is missing and others imply it.
 

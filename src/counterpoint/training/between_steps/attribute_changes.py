@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import reprlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
+from counterpoint.launchers.environment import environment_variables
 from counterpoint.partitioning.dry_run import TrainingModes
 
 
@@ -278,7 +278,7 @@ def _environment_of(function: FunctionType) -> Iterator[WatchedValue]:
         return
     read = [function.__globals__.get(key) for key in code.co_names]
     read += [*code.co_consts, *(function.__defaults__ or ()), *ClosureVariables(function).values()]
-    values = os.environ  # noqa: TID251 - which the user's code reads
+    values = environment_variables()
     for key in dict.fromkeys(value for value in read if isinstance(value, str) and value.isidentifier()):
         yield WatchedValue(f"the environment variable {key}", values, key, values.get(key))
 
@@ -381,8 +381,7 @@ class ContextValue(Mapping[str, Any]):
         return iter(("value",) if self else ())
 
     def __len__(self) -> int:
-        missing = object()
-        return int(self.variable.get(missing) is not missing)
+        return int("value" in self)
 
 
 class ClosureVariables(Mapping[str, Any]):
