@@ -389,9 +389,9 @@ class Interpreter:
                 timings.append(EventTiming(start, stop, spans, is_transfer=True))
             if type(call) in COMMUNICATING_CALLS:
                 self.busy_timer.add_wait(perf_counter() - start_s)
-        for reduce in self.communication.overlap.reduces():
-            index = self.program.instructions.index(reduce.instruction)
-            timings.append(EventTiming(index, index + 1, reduce.spans, is_transfer=True))
+        for timed in self.communication.overlap.timed_reductions():
+            index = self.program.instructions.index(timed.instruction)
+            timings.append(EventTiming(index, index + 1, timed.spans, is_transfer=True))
 
     def execute(self, call: RuntimeCall) -> None:  # noqa: C901, PLR0912 - one case for each call
         """Run one call."""

@@ -568,7 +568,7 @@ class LossCheck:
             whole.mean, (total.mean, rest.mean), (total.weight, rest.weight), (size, batch_size - size), is_made=True
         )
         tolerance = _relative_tolerance(leaves[0], total.dtype) * losses.magnitude
-        tolerance += _rounding_error(leaves[0], total.dtype)
+        tolerance += float(_rounding_error(leaves[0], total.dtype))
         expected = losses.sum if self.is_sum else losses.mean
         if losses.counts and abs(losses.total - expected) > tolerance:
             raise DataError(
