@@ -131,6 +131,10 @@ def _find_dependence_on_number(
     batch_size = size * num_microbatches
     with suppress(Exception), run_eagerly(model), preserve_state(model, training=False):  # which need not take them
         runs_on_half = size < 2 or _runs(model, _resize_batch(inputs, 0, size // 2, cuts_lists=cuts_lists))
+        # a hook may keep what it sees, which should be no tensors without values
+        has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 - there is no other way to see them
+        if runs_on_half and has_hooks:
+            return None
         on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
         if runs_on_half and _calls(model, on_meta) == _calls(
             model, _repeat_samples(on_meta, size, num_microbatches, cuts_lists=cuts_lists)
