@@ -158,6 +158,17 @@ def discard_shared_pages(address: int, num_bytes: int) -> None:
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_REMOVE)
 
 
+def discard_pages(address: int, num_bytes: int) -> None:
+    """Release whole pages of private or shared memory to the kernel; they read as zeros afterwards."""
+    start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None)
+    if stop <= start or not hasattr(libc, "madvise") or not hasattr(mmap, "MADV_REMOVE"):
+        return
+    pages = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
+    if libc.madvise(*pages, mmap.MADV_REMOVE) != 0:  # as for all private memory
+        libc.madvise(*pages, mmap.MADV_DONTNEED)
+
+
 def check_memory(name: str, num_bytes: int) -> None:
     """Check that this much memory is available.
 

@@ -1,5 +1,6 @@
 """Flat parameters: contiguous in one buffer, split where the optimizer allows it, and freed while sharded."""
 
+import mmap
 from fractions import Fraction
 
 import pytest
@@ -144,6 +145,23 @@ def test_a_shard_is_accumulated_over_microbatches_while_the_flat_gradient_is_fre
         assert flat_params.own_grads.flat is None
     assert flat_params.grads.optimizer_grad(0, 6).tolist() == [3.0] * 6
     assert flat_params.own_grads.shard.untyped_storage().size() == 6 * 8
+
+
+def test_a_shard_stays_in_place_without_a_copy_and_the_pages_around_it_are_released():
+    page = mmap.PAGESIZE // 8
+    layout = build_layouts([("a", (16 * page,), F64, 0)], split_size=1)[0]
+    flat_params = FlatParams(layout, {"a": nn.Parameter(torch.ones(16 * page, dtype=F64))}, half(1))
+    grads = flat_params.own_grads
+    grads.keeps_shard_in_place = True
+    for _ in range(2):
+        grads.add_packed(iter([torch.arange(16 * page, dtype=F64)]))
+        whole = grads.collect_all()
+        grads.accumulate_shard(8 * page, 16 * page)
+        grads.free()
+        assert not whole[page : 7 * page].any()  # only a test has another reference to it
+    assert grads.shard is not None
+    assert grads.shard.untyped_storage().nbytes() == 8 * page * 8
+    assert torch.equal(grads.optimizer_grad(8 * page, 16 * page), 2 * torch.arange(8 * page, 16 * page, dtype=F64))
 
 
 def test_whole_tensors_keep_their_shape_for_optimizers_that_are_not_elementwise():

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from counterpoint.fabric.cast_reductions import start_cast_all_reduce, start_cast_reduce_scatter
 from counterpoint.fabric.fabric import Fabric, Work
 from counterpoint.program.instruction import Collective
+from counterpoint.rpc.segments import discard_pages
 from counterpoint.runtime.optimizer_spec import clip_by_value, scale_grad
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
 from counterpoint.runtime.params.grad_check import GradCheck
@@ -154,6 +155,9 @@ class FlatGrads(GradStorage):
         self.shard_start = 0  # its first element
         self.shard_memory: Tensor | None = None  # of (2) in every step, if it stays until the next one
         self.shard_allocator: Callable[[], AbstractContextManager[None]] | None = None  # None if it does not stay
+        self.keeps_shard_in_place = (
+            False  # whether freeing (1) leaves (2) where it is, and releases the pages around it
+        )
         self.rows = rows  # (3)
         self.filled_names: set[str] = set()  # parameters whose slot in the flat gradient is valid
         self.tables = rows.slots
@@ -310,6 +314,8 @@ class FlatGrads(GradStorage):
             self.shard, self.shard_start = reduced, start
         else:
             self.shard.add_(reduced)
+            if self.keeps_shard_in_place:  # whoever allocates memory may get this again, and keep it
+                discard_pages(self.flat.data_ptr(), self.flat.nbytes)
             self.flat = None
 
     def set_shard(self, start: int, values: Tensor) -> None:
@@ -345,11 +351,14 @@ class FlatGrads(GradStorage):
         return self.layout.as_param_shape(grad_range.parts[0], start, stop)
 
     def free(self) -> None:
-        """Free the gradient except for a shard, which is copied if it was a view of it."""
+        """Free the gradient except for a shard, which is copied, or stays in place, if it was a view of it."""
         if self.shard is None:
             self.rows.clear()
         elif self.flat is not None:
-            self.shard = self.copy_shard(self.shard)
+            if self.keeps_shard_in_place:
+                self.shard = free_around(self.flat, self.shard_start, self.shard_start + len(self.shard))
+            else:
+                self.shard = self.copy_shard(self.shard)
         self.flat = None
 
     def copy_shard(self, shard: Tensor) -> Tensor:
@@ -372,6 +381,31 @@ class FlatGrads(GradStorage):
         self.rows.clear()
         for param in self.params.values():
             param.grad = None
+
+
+def free_around(flat: Tensor, start: int, stop: int) -> Tensor:
+    """Return a range of a flat tensor in a storage of its own, in the same memory; release the pages around it.
+
+    A copy would need memory while the whole is still there. The address space of the whole stays until the range is
+    freed. The caller has the only reference to the whole.
+
+    Args:
+        flat: the whole, on the host.
+        start: first element of the range.
+        stop: one past its last.
+
+    Example:
+        >>> flat = torch.arange(4.0)
+        >>> part = free_around(flat, 1, 3)
+        >>> part, part.untyped_storage().nbytes(), part.data_ptr() == flat[1:].data_ptr()
+        (tensor([1., 2.]), 8, True)
+    """
+    size, address = flat.element_size(), flat.data_ptr()
+    first = flat.storage_offset() * size
+    storage = flat.untyped_storage()[first + start * size : first + stop * size]
+    discard_pages(address, start * size)
+    discard_pages(address + stop * size, (len(flat) - stop) * size)
+    return torch.empty(0, dtype=flat.dtype).set_(storage, 0, (stop - start,), (1,))
 
 
 def is_large_matrix(param: nn.Parameter) -> bool:

@@ -75,6 +75,10 @@ class WeightRounding(Protocol):
         """Return a context in which tensors that are rounded are wider; see :class:`StochasticRounding`."""
 
 
+MAX_LARGE = 4
+"""The most gradients that leave their shard in place."""
+
+
 class UpdateRange(NamedTuple):
     """A range of flat parameters that an optimizer updates as one tensor.
 
@@ -721,6 +725,11 @@ class ParamStore:
         if self.weight_versions is not None:
             self.weight_versions.reset()
 
+    def keep_shards_in_place(self) -> None:
+        """Copy no shard of the largest gradients from now on, so that there is none beside its whole gradient."""
+        for storage in find_largest(self.flat_params()):
+            storage.own_grads.keeps_shard_in_place = storage.weights.is_cpu
+
     def close(self) -> None:
         """Give up the optimizer state, if it is on disk."""
         if self.state_on_disk is not None:
@@ -733,6 +742,15 @@ class ParamStore:
     def end_backward(self) -> None:
         """Let sinks take no more gradients."""
         self.in_backward = False
+
+
+def find_largest(flat_params: Iterable[FlatParams]) -> list[FlatParams]:
+    """Return those whose gradient is at least a quarter of all, beside which a copy of its shard would count.
+
+    They are few, as the memory blocks that the ranks of a host can share.
+    """
+    sizes = {storage: storage.layout.num_elements * storage.layout.held_dtype.itemsize for storage in flat_params}
+    return [storage for storage, size in sizes.items() if MAX_LARGE * size >= sum(sizes.values())]
 
 
 @contextmanager

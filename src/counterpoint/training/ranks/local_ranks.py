@@ -446,6 +446,8 @@ class LocalRanks:
             )
             if self.copy_stream is not None:
                 self.ranks[fabric.rank].interpreter.use_copy_stream(self.copy_stream)
+            if not self.options.retain_freed_memory:
+                self.ranks[fabric.rank].interpreter.store.keep_shards_in_place()
             if num_local < fabric.num_ranks:
                 self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
         built = BuiltRanks(
