@@ -18,7 +18,7 @@ from counterpoint.training.between_steps.stale_weights import (
 )
 from counterpoint.training.distributed_world import open_world
 
-WIDTH, NUM_LAYERS = 448, 8
+WIDTH, NUM_LAYERS = 512, 8
 MODEL_BYTES = 4 * NUM_LAYERS * (WIDTH + 1) * WIDTH
 
 

@@ -14,7 +14,7 @@ FORMULAS = {
         "zero(2, level=2)": 1 + 1 / 2 + 2 / 2,
         "zero(2, level=3)": (1 + 1 + 2) / 2,
         "zero(2, level=3, reshard_after_forward=off)": (1 + 1 + 2) / 2,
-        "zero(2, level=3, persistence_threshold=300000)": 1 + (1 + 2) / 2,  # every unit has 201,152 elements
+        "zero(2, level=3, persistence_threshold=300000)": 1 + (1 + 2) / 2,  # every unit has 262,656 elements
         "pipeline(2)": (1 + 1 + 2) / 2,
         "tensor(2)": (1 + 1 + 2) / 2,
     },
