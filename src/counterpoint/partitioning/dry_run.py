@@ -290,6 +290,32 @@ def preserve_state(
                 own_attributes.restore()
 
 
+@contextmanager
+def replace_tensors(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+    """Run with other tensors in the place of parameters and buffers.
+
+    ``torch.func.functional_call`` does not put all of them back if modules occur several times in a model.
+
+    Args:
+        model: that has them.
+        values: by ``id`` of the parameter or buffer.
+    """
+    slots = [
+        (tensors, name, tensor)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)  # noqa: SLF001 - setattr takes only parameters
+        for name, tensor in tensors.items()
+        if id(tensor) in values
+    ]
+    try:
+        for tensors, name, tensor in slots:
+            tensors[name] = values[id(tensor)]  # type: ignore[assignment]
+        yield
+    finally:
+        for tensors, name, tensor in slots:
+            tensors[name] = tensor  # type: ignore[assignment]
+
+
 def assign_values(target: Tensor, values: Tensor) -> None:
     """Copy values into a tensor, also into one that ``expand`` has made, whose elements share memory.
 

@@ -10,14 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.compiled_modules import run_eagerly
-from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, num_samples, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import (
+    Inputs,
+    ModuleAttributes,
+    num_samples,
+    preserve_state,
+    replace_tensors,
+    split_call_args,
+)
 from counterpoint.partitioning.pytree import has_plain_entries
 from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
@@ -140,9 +146,14 @@ def _find_dependence_on_number(
             model, _repeat_samples(on_meta, size, num_microbatches, cuts_lists=cuts_lists)
         ):
             return None
-        whole = _run_model(model, _repeat_samples(inputs, size, num_microbatches, cuts_lists=cuts_lists))
-        one = _run_model(model, _resize_batch(inputs, 0, size, cuts_lists=cuts_lists))
-        error = _largest_error(whole, one, range(size), batch_size, find_rounding(model))
+        one, whole, again = (
+            _run_model(model, _repeat_samples(inputs, size, times, cuts_lists=cuts_lists))
+            for times in (1, num_microbatches, 1)
+        )
+        rounding = find_rounding(model)
+        if _largest_error(again, one, range(size), size, rounding):
+            return None  # it depends on how often it was called, not on the number
+        error = _largest_error(whole, one, range(size), batch_size, rounding)
         return Dependence(error, f"with the same samples repeated to {batch_size}") if error else None
     return None
 
@@ -159,11 +170,11 @@ def _runs(model: nn.Module, inputs: Inputs) -> bool:
 def _calls(model: nn.Module, inputs: Inputs) -> list[Any]:
     """Return the functions of torch that a model calls on the meta device, and the numbers that it computes with."""
     recorder, attributes = CallRecorder(), ModuleAttributes(model)
-    values = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    values = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
     args, kwargs = split_call_args(inputs)
     try:
-        with recorder:
-            functional_call(model, values, args, kwargs)
+        with replace_tensors(model, values), recorder:
+            model(*args, **kwargs)
     finally:
         attributes.restore()
     return recorder.calls

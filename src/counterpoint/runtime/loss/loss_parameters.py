@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.func import functional_call
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Param
+from counterpoint.partitioning.dry_run import replace_tensors
 
 LOSS_PREFIX = "loss."
 """Of the names of a loss's parameters."""
@@ -152,7 +152,7 @@ class LossParameters:
     def __init__(self, loss: object, names: Sequence[str]) -> None:
         module = find_loss_module(loss)
         assert module is not None, "a loss with parameters has a module"
-        self.scope = _Scope(module)
+        self.module = module
         self.names = names
 
     @staticmethod
@@ -172,22 +172,12 @@ class LossParameters:
             *args: its arguments.
             share: what gradients of the parameters are multiplied with, where several ranks evaluate one loss.
         """
-        own = {f"module.{name.removeprefix(LOSS_PREFIX)}": weights[name] for name in self.names}
+        params = dict(self.module.named_parameters())
+        own = {id(params[name.removeprefix(LOSS_PREFIX)]): weights[name] for name in self.names}
         if share != 1.0:
-            own = {name: _ScaledGrad.apply(value, share) for name, value in own.items()}  # type: ignore[no-untyped-call]
-        return functional_call(self.scope, own, (function, *args))
-
-
-class _Scope(nn.Module):
-    """Calls functions while a module's parameters are replaced."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - of any function
-        """Call the function."""
-        return function(*args)
+            own = {key: _ScaledGrad.apply(value, share) for key, value in own.items()}  # type: ignore[no-untyped-call]
+        with replace_tensors(self.module, own):
+            return function(*args)
 
 
 class _ScaledGrad(torch.autograd.Function):

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.errors import CounterpointError, DataError, first_line
-from counterpoint.partitioning.dry_run import preserve_state, raise_batch_norm_error, split_call_args
+from counterpoint.partitioning.dry_run import preserve_state, raise_batch_norm_error, replace_tensors, split_call_args
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.loss.loss_parameters import find_loss_module
@@ -119,21 +118,21 @@ def find_failure(model: nn.Module, loss: LossFunction | None, batch: Samples) ->
         loss: the user's; None for the model alone.
         batch: some samples.
     """
-    freed = {name: param for name, param in model.named_parameters() if is_freed(param)}
+    freed = [param for param in model.parameters() if is_freed(param)]
     module = find_loss_module(loss)
     kinds = (nn.SyncBatchNorm, nn.RNNBase, torch.jit.ScriptModule) if freed else (nn.SyncBatchNorm,)
     if any(isinstance(inner, kinds) for inner in model.modules()) or any(
         is_freed(param) for param in (() if module is None or module is model else module.parameters())
     ):
         return None
-    values = {name: torch.zeros((), dtype=param.dtype).expand(param.shape) for name, param in freed.items()}
+    values = {id(param): torch.zeros((), dtype=param.dtype).expand(param.shape) for param in freed}
     to_device = accelerator_for(model_device(model)).to_device
     inputs, targets = (tree_map(clone_tensor, to_device(own)) for own in batch[:2])
     args, kwargs = split_call_args(as_call_args(inputs))
     what = "model"
     try:
-        with preserve_state(model):
-            output = functional_call(model, values, args, kwargs) if values else model(*args, **kwargs)
+        with preserve_state(model), replace_tensors(model, values):
+            output = model(*args, **kwargs)
             if loss is not None:
                 what = "loss"
                 loss(output, targets)

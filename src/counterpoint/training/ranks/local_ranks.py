@@ -444,12 +444,7 @@ class LocalRanks:
                 state_allocator=self.retained_memory.mmap_separately,
                 first_values=self.first_values_of(fabric.rank),
             )
-            if self.copy_stream is not None:
-                self.ranks[fabric.rank].interpreter.use_copy_stream(self.copy_stream)
-            if not self.options.retain_freed_memory:
-                self.ranks[fabric.rank].interpreter.store.keep_shards_in_place()
-            if num_local < fabric.num_ranks:
-                self.ranks[fabric.rank].interpreter.busy_timer.count_pauses()
+            self.configure(self.ranks[fabric.rank].interpreter, fabric.num_ranks)
         built = BuiltRanks(
             str(self.plan), self.world, self.ranks.values(), self.shard_map(), keeps_grads=self.run_spec.keeps_grads
         )
@@ -470,6 +465,15 @@ class LocalRanks:
         self.optimizer_exchange = OptimizerExchange(self.optimizer_spec, built, self.in_flight)
         self.optimizer_exchange.import_state()
         self.shared_model.open()
+
+    def configure(self, interpreter: Interpreter, num_ranks: int) -> None:
+        """Let a rank do what this process and the options ask for."""
+        if self.copy_stream is not None:
+            interpreter.use_copy_stream(self.copy_stream)
+        if not self.options.retain_freed_memory:
+            interpreter.store.keep_shards_in_place()
+        if len(self.world.fabrics) < num_ranks:
+            interpreter.busy_timer.count_pauses()
 
     def first_values_of(self, rank: int) -> FirstValues | None:
         """Return the first values of a rank's parameters; None if the model has them."""
