@@ -19,8 +19,9 @@ PLANS = {"pipeline(2)": 2, "data(2)": 2, "zero3(2)": 2, "pipeline(2) * data(2)":
 
 
 def partly_frozen():
-    """A model whose second layer is frozen."""
+    """A model whose second layer is frozen, with a module whose mode is read."""
     model = mlp()
+    model[1] = nn.Dropout(0.0)
     model[2].requires_grad_(False)
     return model
 

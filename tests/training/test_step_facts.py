@@ -10,7 +10,7 @@ from torch import nn, optim
 from counterpoint.errors import DataError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.runtime.microbatches import SlicedBatch
-from counterpoint.training.agreement.step_facts import StepFacts, digest_values, may_change_settings, reads
+from counterpoint.training.agreement.step_facts import ModuleModes, StepFacts, digest_values, may_change_settings, reads
 
 X = torch.arange(24.0).view(12, 2)
 Y = torch.arange(12)
@@ -234,3 +234,15 @@ MSE = nn.functional.mse_loss
 )
 def test_only_code_of_torch_that_sets_no_attributes_is_known_to_leave_them(loss, module, expected):
     assert may_change_settings(loss, module) is expected
+
+
+def test_modes_that_only_code_of_torch_could_read_are_compared_if_it_does():
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.TransformerEncoderLayer(4, 1))
+    modes = ModuleModes({"the model": layers}, has_own_code=False)
+    of_layer = [f"2.{path}.training of the model".replace("..", ".") for path, _ in layers[2].named_modules()]
+    assert modes.names == ["training of the model", "1.training of the model", *of_layer]
+    assert len(ModuleModes({"the model": layers}).names) == len([*layers.modules()])
+    layers[1].eval()
+    assert len([*modes.find_changes()]) == 1
+    layers[0].eval()
+    assert len([*modes.find_changes()]) == 1

@@ -91,7 +91,7 @@ class StepFacts:
     ) -> None:
         self.optimizer = optimizer
         self.buffers = buffers
-        self.settings = ModuleSettings(modules)
+        self.settings = ModuleSettings(modules, has_own_code=has_own_code(loss, *modules.values()))
         self.changes_in_step = may_change_settings(loss, *modules.values())
         self.options: tuple[list[object], tuple[object, ...]] = ([], ())  # the last values and their digests
         self.batch: MicrobatchSource | None = None
@@ -165,11 +165,12 @@ class ModuleSettings:
 
     Args:
         modules: by a name for errors.
+        has_own_code: whether a step runs code that is not torch's, which may read any mode.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], *, has_own_code: bool = True) -> None:
         self.attributes = PlainAttributes(modules)
-        self.modes = ModuleModes(modules)
+        self.modes = ModuleModes(modules, has_own_code=has_own_code)
         self.holders: tuple[dict[str, Any], ...] = ()
         self.keys: tuple[str, ...] = ()
         self.last: list[object] = []
@@ -265,17 +266,19 @@ class ModuleModes:
     """The modes, training or evaluation, of modules, and which of them the user changes between steps.
 
     A root that is in evaluation mode as a whole is put back by the step into the modes that it had at first. What a
-    step itself has changed otherwise is left out from then on.
+    step itself has changed otherwise is left out from then on. So is what no code reads: where all code is torch's, a
+    ``Linear`` computes the same in both modes.
 
     Args:
         modules: roots, by a name for errors.
+        has_own_code: whether a step runs other code, which may read any mode.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], *, has_own_code: bool = True) -> None:
         self.names: list[str] = []
         self.roots: list[tuple[nn.Module, list[dict[str, Any]], list[bool]]] = []
         for what, root in modules.items():
-            named = list(root.named_modules())
+            named = [*root.named_modules()] if has_own_code else [*_find_mode_readers(root)]
             self.names += [f"{path}.training".lstrip(".") + f" of {what}" for path, _ in named]
             flags = [one.training or not root.training for _, one in named]
             self.roots.append((root, [vars(one) for _, one in named], flags))
@@ -308,6 +311,13 @@ class ModuleModes:
             self.left_out |= {index for index, value in enumerate(after) if value is not self.before[index]}
 
 
+def _find_mode_readers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a root of torch's modules, and those whose mode is read by them or by a module that they are in."""
+    named = dict(root.named_modules())
+    readers = tuple(f"{path}." if path else "" for path, module in named.items() if reads(module, "training"))
+    yield from ((path, module) for path, module in named.items() if not path or f"{path}.".startswith(readers))
+
+
 def reads(module: nn.Module, name: str) -> bool:
     """Tell whether code that a step runs may read an attribute of a module.
 
@@ -322,7 +332,7 @@ def reads(module: nn.Module, name: str) -> bool:
         >>> reads(nn.LayerNorm(4), "eps"), reads(nn.Linear(4, 4), "in_features"), reads(nn.Dropout(), "p")
         (True, False, True)
     """
-    names = None if _has_own_code(module) else _names_read_by(cast("Hashable", type(module)))
+    names = None if _is_changed(module) else _names_read_by(cast("Hashable", type(module)))
     return names is None or name in names
 
 
@@ -338,14 +348,25 @@ def may_change_settings(loss: Callable[..., object], *modules: nn.Module) -> boo
         >>> may_change_settings(nn.functional.mse_loss, layers), may_change_settings(lambda x, y: x.sum(), layers)
         (False, True)
     """
+    kinds: set[Any] = {type(module) for root in modules for module in root.modules()}
+    return has_own_code(loss, *modules) or any(map(_sets_attributes, kinds))
+
+
+def has_own_code(loss: Callable[..., object], *modules: nn.Module) -> bool:
+    """Tell whether a step runs code that is not torch's.
+
+    Args:
+        loss: of the step.
+        modules: roots of those that it runs.
+    """
     function = loss.func if isinstance(loss, partial) else loss
     if not isinstance(loss, nn.Module) and not getattr(function, "__module__", "").startswith("torch."):
         return True
-    parts = {id(module): module for root in modules for module in root.modules()}.values()
-    return any(_has_own_code(part) or _sets_attributes(cast("Hashable", type(part))) for part in parts)
+    parts = (module for root in modules for module in root.modules())
+    return any(_is_changed(part) or _names_read_by(cast("Hashable", type(part))) is None for part in parts)
 
 
-def _has_own_code(module: nn.Module) -> bool:
+def _is_changed(module: nn.Module) -> bool:
     """Tell whether a module has hooks, or methods that its class has not."""
     attributes = vars(module)
     return any(attributes.get(hooks) for hooks in HOOKS) or any(callable(value) for value in attributes.values())
