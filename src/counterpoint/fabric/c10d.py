@@ -63,6 +63,13 @@ class GlooWork(Protocol):
         """Whether a collective has ended, with or without an error; always False for a message without a wait."""
 
 
+class DeviceWork(GlooWork, Protocol):
+    """An operation on tensors of a device."""
+
+    def block_current_stream(self) -> None:
+        """Make the current stream wait until it is complete."""
+
+
 class GlooAnySourceWork(GlooWork, Protocol):
     """A receive from any source."""
 

@@ -64,6 +64,10 @@ class StandInWork:
         self._group.accelerator.current_stream().wait_event(self._end)
         return True
 
+    def block_current_stream(self) -> None:
+        """Let the current stream wait, but not the host, until the values have moved."""
+        self._group.accelerator.current_stream().wait_event(self._end)
+
     def _wait(self, work: GlooWork) -> None:
         try:
             work.wait(GLOO_TIMEOUT)

@@ -59,6 +59,25 @@ def wait_elsewhere(fabric):
     return whole[[0, 1, 1, 7][fabric.rank * 2] : [1, 7][fabric.rank]].tolist()
 
 
+def record_times(fabric):
+    """Return when a device begins and ends two collectives, and reaches what is after their start and their waits."""
+    from counterpoint.device.event_clock import EventClock
+    from counterpoint.testing.stand_in_accelerator import StandInAccelerator
+
+    accelerator = StandInAccelerator()
+    fabric.use_accelerator(accelerator)
+    clock, tensors = EventClock(accelerator), [torch.ones(4).to(accelerator.device) for _ in range(2)]
+    with fabric.record_spans() as spans:
+        works = [fabric.all_reduce("grad", tensor, PAIR) for tensor in tensors]
+    started = clock()
+    for work in works:
+        work.wait()
+    unrecorded = fabric.all_reduce("grad", tensors[0], PAIR)
+    times = clock.read([*(event for span in spans for event in (span.began, span.ended)), started, clock()])
+    unrecorded.wait()
+    return [round((seconds - times[0]) * 1e3, 6) for seconds in times]
+
+
 def without(call, scenario, control):
     """Run a scenario without a call."""
     with left_out(call):
@@ -103,3 +122,10 @@ def test_every_wait_of_the_process_groups_is_left_out_or_of_the_host():
 def waits() -> dict[str, SourceCall]:
     """Return the waits of the process groups by their place."""
     return {str(call).rpartition("/")[2]: call for call in find_calls(WAITS, "fabric/process_group")}
+
+
+def test_spans_of_collectives_have_the_times_of_the_group_and_the_computing_stream_does_not_wait_for_them():
+    for began, ended, other_began, other_ended, started, waited in on_gloo(partial(over_groups, record_times), 2):
+        assert began == started == 0
+        assert other_began in {0, 1}  # the host may have seen the end of the first one before it launched the second
+        assert (ended, other_ended, waited) == (1, 2, 2)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from counterpoint.device.accelerator import Accelerator
+from counterpoint.device.event_clock import DeviceSpan
 from counterpoint.device.select import accelerator_for
 from counterpoint.errors import PeerError
-from counterpoint.fabric.c10d import DataProcessGroup, GlooWork, Store
+from counterpoint.fabric.c10d import DataProcessGroup, DeviceWork, GlooWork, Store
 from counterpoint.fabric.fabric import CompletedWork, Fabric, Group, Json, Reduction, Work
 from counterpoint.fabric.fingerprint import (
     CollectiveSignature,
@@ -28,7 +29,7 @@ from counterpoint.fabric.fingerprint import (
     tensor_signature,
 )  # fmt: skip
 from counterpoint.fabric.gloo.connections import Connections, Rendezvous, wait_for_keys
-from counterpoint.fabric.gloo.ops import ScratchPool
+from counterpoint.fabric.gloo.ops import ScratchPool, StartedOps
 from counterpoint.fabric.gloo.transport import GlooFabric
 from counterpoint.fabric.hosts.transport import HierarchicalFabric
 from counterpoint.fabric.peer_liveness import describe_exit
@@ -109,6 +110,7 @@ class ProcessGroupFabric(ProcessFabric):
         self._pending_messages: list[PendingMessage] = []
         self._next_comparison_s: dict[Group, float] = {}
         self._accelerators: dict[torch.device, Accelerator] = {}
+        self._spans: list[DeviceSpan] | None = None  # of collectives that start, if someone wants them
         parts = dict.fromkeys((*parts_of(host), control))
         for part in (self, *parts):
             part.link_to(*(other for other in (self, *parts) if other is not part))
@@ -125,6 +127,18 @@ class ProcessGroupFabric(ProcessFabric):
     def use_accelerator(self, accelerator: Accelerator) -> None:
         """Take note of the device that this rank's tensors will be on."""
         self._accelerators.setdefault(accelerator.device, accelerator)
+
+    @contextmanager
+    def record_spans(self) -> Iterator[list[DeviceSpan]]:
+        """Record when a device executes the collectives that this rank starts inside.
+
+        A span begins at the latest work that the collective waits for, and so contains its wait for the other ranks.
+        """
+        former, self._spans = self._spans, list[DeviceSpan]()
+        try:
+            yield self._spans
+        finally:
+            self._spans = former
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor in host memory."""
@@ -379,6 +393,8 @@ class ProcessGroupFabric(ProcessFabric):
             with self.translate_errors(f"form of group of {signature.label}", self.peers_of(group)):
                 self._open_groups(group)
         queue = self._queues[group]
+        if self._spans is not None and not self.backend.waits_on_host:
+            start_data = record_span(start_data, self._accelerator_of(device), self._spans)
         collective = queue.start(signature, start_data, self._current_stream(device))
         self._wake_watchdog()
         return QueuedWork(self, collective, queue)
@@ -610,6 +626,39 @@ class PendingMessage:
     peer: int
     work: GlooWork
     began_s: float
+
+
+def record_span(
+    start_data: StartOnProcessGroup, accelerator: Accelerator, spans: list[DeviceSpan]
+) -> StartOnProcessGroup:
+    """Return a function that starts a collective, and records when the device executes it.
+
+    Its end is recorded on a stream that waits for nothing else, so that the computing stream does not wait for it::
+
+        computing stream   | backward, began --.  . . . . . . . . wait
+        process group      |                   '--> all_reduce --.
+        another stream     |                                     '--> ended
+
+    Args:
+        start_data: starts it.
+        accelerator: of the device.
+        spans: to which the span is added.
+    """
+    span = DeviceSpan()
+    spans.append(span)
+
+    def start(process_group: DataProcessGroup) -> StartedOps:
+        span.began = accelerator.new_event(enable_timing=True)
+        span.began.record()
+        works, after = start_data(process_group)
+        with accelerator.stream(accelerator.new_stream()):
+            for work in works:
+                cast("DeviceWork", work).block_current_stream()
+            span.ended = accelerator.new_event(enable_timing=True)
+            span.ended.record()
+        return works, after
+
+    return start
 
 
 def log_place(group: Group) -> str:
