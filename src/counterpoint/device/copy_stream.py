@@ -1,4 +1,4 @@
-"""A stream of a device on which batches are copied there, beside the stream that the device computes on.
+"""Copy batches to a device on a stream of their own, while its computing stream runs the step before.
 
 ::
 
@@ -31,7 +31,7 @@ class StartedCopies:
     """Copies of tensors to a device that may not have ended.
 
     Args:
-        end: of all of them; None if there is none.
+        end: the event that is recorded after the last copy; None if nothing is copied.
         tensors: the copies that nobody has taken, by the position of their source.
         span: when the device makes them, if that was asked for.
     """

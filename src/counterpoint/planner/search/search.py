@@ -336,7 +336,7 @@ class _BudgetMeter:
 
     @property
     def _walk_fraction(self) -> float:
-        """The consumed fraction of the walk's share."""
+        """The consumed fraction of the walk's share of the budget, of the resource that is used up first."""
         used = zip(self._used(), self.walk_budgets, strict=True)
         return max((now - start) / share if share > 0 else 1.0 for now, (start, share) in used)
 
