@@ -1,4 +1,4 @@
-"""What level 3 of ZeRO does with small weights changes no number: they stay whole, or are gathered with others."""
+"""What level 3 of ZeRO gathers together changes no number: small weights stay whole, or blocks are merged to units."""
 
 from itertools import product
 
@@ -100,3 +100,28 @@ def test_merged_blocks_of_other_plans_end_there_too(plan, build):
     found, other = fit(plan, build())
     assert max_difference(found, weights) <= 1e-12
     assert other.losses == pytest.approx(history.losses, rel=1e-12)
+
+
+SPLIT_POINTS = {"mlp": "2", "cnn": "3+8", "gpt": "blocks.1+blocks.2.mlp"}
+
+
+@pytest.mark.long(quick=["gpt-0"])
+@pytest.mark.parametrize("index", range(len(PLANS)))
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
+def test_units_that_begin_with_named_modules_end_where_one_device_ends(name, index):
+    plan = PLANS[index].format(threshold=0).replace("threshold=0", f"threshold=0, split_points={SPLIT_POINTS[name]}")
+    assert parity.check_parity(name, plan).worst <= parity.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "split_points", "units"),
+    [
+        ("mlp", "2", ["0", "2..6"]),
+        ("mlp", "6+2", ["0", "2..4", "6"]),
+        ("gpt", "blocks.0+blocks.2.mlp", ["tok..pos", "blocks.0.norm1..blocks.2.norm2", "blocks.2.mlp.fc..proj..head"]),
+    ],
+)
+def test_units_begin_with_the_named_modules_and_with_no_others(name, split_points, units):
+    plan = plan_for(f"zero(2, level=3, split_points={split_points})", 4)
+    run = parity.train(make_parity_model(name), plan, TrainConfig())
+    assert [block.name for block in run.compiled.model.blocks] == units

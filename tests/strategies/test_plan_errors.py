@@ -139,6 +139,28 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, message):
             "out min_num_params",
         ),
         (
+            "zero(2, level=2, split_points=a)",
+            "zero(..., level=2) does not shard weights, so all of them stay whole; leave out split_points, or give "
+            "level=3",
+        ),
+        (
+            "zero(2, level=3, split_points=a, min_num_params=9)",
+            "zero(2) was given min_num_params and split_points, which both say what a unit is; give one of the two",
+        ),
+        (
+            "zero(2, level=3, split_points=a:0+b:1)",
+            "split_points of zero(2) has a:0, and stages are those of a pipeline; give the paths of modules alone: a",
+        ),
+        (
+            "zero(2, level=3, split_points=a+a)",
+            "split_points of zero(2) names 'a' 2 times; a module begins one unit",
+        ),
+        (
+            "zero3(2, split_points=a) * pipeline(2)",
+            "zero(2, level=3, split_points=a) merges the blocks that the stages of pipeline(2) are made of; leave out "
+            "split_points",
+        ),
+        (
             "zero(2, level=2, persistence_threshold=100)",
             "zero(..., level=2) does not shard weights, so all of them stay whole; leave out persistence_threshold, or "
             "give level=3",

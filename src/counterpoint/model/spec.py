@@ -8,6 +8,7 @@ together.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -334,6 +335,36 @@ class ModelSpec:
             else:
                 blocks.append(block)
                 num_own = own
+        return replace(self, blocks=tuple(blocks))
+
+    @property
+    def module_starts(self) -> Mapping[str, int]:
+        """For each module with which a block begins the index of that block."""
+        starts: dict[str, int] = {}
+        for index, block in enumerate(self.blocks):
+            for name in (*block.layers[0].modules_started, block.layers[0].name):
+                starts.setdefault(name, index)
+        return starts
+
+    def merge_blocks_between(self, starts: Collection[int]) -> ModelSpec:
+        """Return the model with adjacent blocks merged, except before some of them.
+
+        Tensor-parallel blocks stay alone.
+
+        Args:
+            starts: indices of blocks that are not merged with the one before.
+
+        Example:
+            >>> merged = linear_chain(5, width=8).merge_blocks_between({1, 4})
+            >>> [block.name for block in merged.blocks]
+            ['block0', 'block1..block3', 'block4']
+        """
+        blocks: list[Block] = []
+        for index, block in enumerate(self.blocks):
+            if blocks and index not in starts and blocks[-1].tp_degree == block.tp_degree == 1:
+                blocks[-1] = replace(blocks[-1], layers=blocks[-1].layers + block.layers)
+            else:
+                blocks.append(block)
         return replace(self, blocks=tuple(blocks))
 
     def split_out_tp_blocks(self, dims: tuple[str, ...], tp_degree: int) -> ModelSpec:

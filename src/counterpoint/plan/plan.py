@@ -116,12 +116,12 @@ class Plan:
             )
 
     def _require_stages_of_given_blocks(self) -> None:
-        merging = [one for one in self.strategies if isinstance(one, Zero) and one.min_num_params]
+        merging = [one for one in self.strategies if isinstance(one, Zero) and one.merged_by]
         for pipeline in self.strategies:
             if isinstance(pipeline, Pipeline) and pipeline.degree > 1 and merging:
                 raise PlanError(
                     f"{merging[0]} merges the blocks that the stages of {pipeline} are made of; leave out "
-                    "min_num_params"
+                    f"{merging[0].merged_by}"
                 )
 
     def _require_async_pipeline_alone(self) -> None:
@@ -223,8 +223,7 @@ class Plan:
     @property
     def split_modules(self) -> tuple[str, ...]:
         """Paths of the modules before which the model has to be split."""
-        pipelines = (strategy for strategy in self.strategies if isinstance(strategy, Pipeline))
-        return tuple(module for pipeline in pipelines for module in pipeline.split_modules)
+        return tuple(module for strategy in self.strategies for module in strategy.split_modules)
 
     @property
     def sync_schedule(self) -> SyncSchedule:

@@ -95,7 +95,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
     "zero": StrategyEntry(
         Zero,
         "replicas that shard optimizer state, gradients or weights",
-        ("level", "reshard_after_forward", "persistence_threshold", "min_num_params"),
+        ("level", "reshard_after_forward", "persistence_threshold", "min_num_params", "split_points"),
         Zero,
     ),
     "zero1": StrategyEntry(partial(Zero, level=1), "zero with sharded optimizer state", (), Zero),
@@ -103,7 +103,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
     "zero3": StrategyEntry(
         partial(Zero, level=3),
         "zero with sharded optimizer state, gradients and weights",
-        ("reshard_after_forward", "persistence_threshold", "min_num_params"),
+        ("reshard_after_forward", "persistence_threshold", "min_num_params", "split_points"),
         Zero,
     ),
     "tree": StrategyEntry(

@@ -421,7 +421,7 @@ class IncrementalSimulator:
 
     def _model_cache(self, plan: Plan, parts: PlanParts, prepared: ModelSpec) -> PlanModelCache:
         """Return the cache of a plan's model; plans with equal blocks and microbatches share it."""
-        merging = tuple(one for one in parts.replicas if isinstance(one, Zero) and one.min_num_params)
+        merging = tuple(one for one in parts.replicas if isinstance(one, Zero) and one.merged_by)
         key = (id(prepared), parts.tensor, parts.pipeline, merging)
         if key not in self.models:
             model = prepared

@@ -128,6 +128,11 @@ class Strategy(Protocol):
         """Which kind of step is taken when."""
         return SyncSchedule()
 
+    @property
+    def split_modules(self) -> tuple[str, ...]:
+        """Paths of the modules before which the model has to be split."""
+        return ()
+
     def variant(self, kind: StepKind) -> Strategy:
         """Return the strategy that builds the program of one kind of step."""
         return self

@@ -41,6 +41,8 @@ from counterpoint.program.rewrite import (
     order_by_grad_completion,
 )
 from counterpoint.strategies.options import changed_options, format_term
+from counterpoint.strategies.pipeline.partition import split_before
+from counterpoint.strategies.pipeline.split_points import find_start, has_explicit_stages, parse_split_points
 from counterpoint.strategies.replica_groups import (
     add_after_updates,
     map_replicas,
@@ -68,6 +70,8 @@ class Zero(Strategy):
             are gathered once in a step, after the update. Gradients and states are shards as those of other units.
         min_num_params: at level 3, adjacent blocks are merged until their weights have at least so many elements, and
             are then gathered, run and reduced as one.
+        split_points: at level 3, the paths of the modules with which units begin, beside the first one of the model:
+            blocks between them are gathered, run and reduced as one. By default each block is a unit.
         name: the strategy as the user wrote it, for errors, if it is part of another one.
 
     Cost:
@@ -90,6 +94,7 @@ class Zero(Strategy):
     reshard_after_forward: Literal["on", "off"] = "on"
     persistence_threshold: int = 0
     min_num_params: int = 0
+    split_points: tuple[str, ...] = ()
     name: str = field(default="", compare=False, repr=False)
 
     axis: ClassVar[str] = "zero"
@@ -110,11 +115,32 @@ class Zero(Strategy):
         for option, number in self._numbers.items():
             if number < 0:
                 raise PlanError(f"{option}={number} is a number of elements; give 0, which is as without it, or more")
-            if number and self.level != 3:
+        for option in (*self._numbers, "split_points"):
+            if getattr(self, option) and self.level != 3:
                 raise PlanError(
                     f"zero(..., level={self.level}) does not shard weights, so all of them stay whole; leave out "
                     f"{option}, or give level=3"
                 )
+        self._check_split_points()
+
+    def _check_split_points(self) -> None:
+        """Check that each split point is the path of one module.
+
+        Raises:
+            PlanError: one has a stage, or is named twice; or units are to be merged by their size, too.
+        """
+        points = parse_split_points(self.split_points, f"zero({self.degree})", chunk="unit")
+        if has_explicit_stages(points):
+            first = points[0]
+            raise PlanError(
+                f"split_points of zero({self.degree}) has {first.module}:{first.stage}, and stages are those of a "
+                f"pipeline; give the paths of modules alone: {first.module}"
+            )
+        if points and self.min_num_params:
+            raise PlanError(
+                f"zero({self.degree}) was given min_num_params and split_points, which both say what a unit is; give "
+                "one of the two"
+            )
 
     @property
     def _numbers(self) -> dict[str, int]:
@@ -123,7 +149,7 @@ class Zero(Strategy):
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        changed = changed_options(self, "reshard_after_forward", *self._numbers)
+        changed = changed_options(self, "reshard_after_forward", *self._numbers, "split_points")
         return self.name or format_term("zero", self.degree, [f"level={self.level}", *changed])
 
     @property
@@ -131,9 +157,29 @@ class Zero(Strategy):
         """How finely the model should be split."""
         return "prefer_blocks" if self.level == 3 else "whole"
 
+    @property
+    def split_modules(self) -> tuple[str, ...]:
+        """Paths of the modules before which the model has to be split."""
+        return self.split_points
+
+    @property
+    def merged_by(self) -> str:
+        """The option by which blocks are merged to units; empty if each is one."""
+        return next((name for name in ("min_num_params", "split_points") if getattr(self, name)), "")
+
     def split_model(self, model: ModelSpec) -> ModelSpec:
-        """Return the model with small blocks merged, if the strategy asks for it."""
-        return model.merge_blocks(self.min_num_params) if self.min_num_params else model
+        """Return the model with blocks merged to units, if the strategy asks for it.
+
+        Raises:
+            PlanError: a split point is no module with which a block begins.
+        """
+        if self.min_num_params:
+            return model.merge_blocks(self.min_num_params)
+        if not self.split_points:
+            return model
+        model = split_before(model, self.split_points)
+        starts = model.module_starts
+        return model.merge_blocks_between({find_start(name, starts, str(self)) for name in self.split_points})
 
     def lower(self, program: Program, model: ModelSpec) -> Program:
         """Return the program for ``degree`` replicas with one shard each.

@@ -149,8 +149,10 @@ def partition_for_plan(
     partition = partial(partition_model, model, call_args, dims=options.dims, compilation=compilation)
     if granularity == "prefer_blocks":
         try:
-            return partition(granularity="blocks")
+            return partition(granularity="blocks", split_points=plan.split_modules)
         except PlanError as error:
+            if plan.split_modules:
+                raise
             whole = partition(granularity="whole")
             if on_whole is not None:
                 on_whole(error)

@@ -26,12 +26,13 @@ class SplitPoint:
     stage: int | None = None
 
 
-def parse_split_points(texts: Sequence[str], owner: str) -> tuple[SplitPoint, ...]:
+def parse_split_points(texts: Sequence[str], owner: str, chunk: str = "chunk") -> tuple[SplitPoint, ...]:
     """Parse split points such as ``blocks.2``, or ``blocks.2:1`` with an explicit stage.
 
     Args:
         texts: one for each split point.
         owner: the strategy, for errors.
+        chunk: what begins with a module, for errors.
 
     Raises:
         PlanError: a module is named twice, only some have stages, or a stage is not a number.
@@ -52,7 +53,7 @@ def parse_split_points(texts: Sequence[str], owner: str) -> tuple[SplitPoint, ..
     for module in modules:
         if modules.count(module) > 1:
             raise PlanError(
-                f"split_points of {owner} names {module!r} {modules.count(module)} times; a module begins one chunk"
+                f"split_points of {owner} names {module!r} {modules.count(module)} times; a module begins one {chunk}"
             )
     explicit = [point for point in points if point.stage is not None]
     if explicit and len(explicit) < len(points):
@@ -118,9 +119,9 @@ def count_blocks_per_chunk(points: Sequence[SplitPoint], model: ModelSpec, owner
     Raises:
         PlanError: no block begins with a module, modules are out of order, or a chunk has no blocks or parameters.
     """
-    block_of = {"": 0, **_module_starts(model)}
+    block_of = {"": 0, **model.module_starts}
     names = [*([] if has_explicit_stages(points) else [""]), *(point.module for point in points)]
-    starts = [block_of.get(names[0], 0), *(_find_start(name, block_of, owner) for name in names[1:])]
+    starts = [block_of.get(names[0], 0), *(find_start(name, block_of, owner) for name in names[1:])]
     if starts[0]:
         first = _first_module(block_of)
         raise PlanError(
@@ -159,16 +160,17 @@ def _check_order(names: Sequence[str], starts: Sequence[int], owner: str) -> Non
             )
 
 
-def _module_starts(model: ModelSpec) -> Mapping[str, int]:
-    """Return for each module with which a block begins the index of that block."""
-    starts: dict[str, int] = {}
-    for index, block in enumerate(model.blocks):
-        for name in (*block.layers[0].modules_started, block.layers[0].name):
-            starts.setdefault(name, index)
-    return starts
+def find_start(name: str, starts: Mapping[str, int], owner: str) -> int:
+    """Return the index of the block that begins with a module.
 
+    Args:
+        name: the path of the module.
+        starts: as :attr:`ModelSpec.module_starts <counterpoint.model.spec.ModelSpec.module_starts>`.
+        owner: the strategy, for the error.
 
-def _find_start(name: str, starts: Mapping[str, int], owner: str) -> int:
+    Raises:
+        PlanError: no block begins with it.
+    """
     if name in starts:
         return starts[name]
     near = difflib.get_close_matches(name, [module for module in starts if module], n=1)
