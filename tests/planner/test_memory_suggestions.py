@@ -10,6 +10,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.planner.choose import choose_plan, choose_plan_from
 from counterpoint.planner.memory_suggestions import PlanningProblem, suggest_changes
 from counterpoint.planner.ranking import predict_plan, predict_rank_bytes
+from counterpoint.world.cluster import Cluster, Device, Roofline
 from tests.planner.models import layers, memory
 
 WEIGHTS = layers(4, cost=1e9)
@@ -74,6 +75,28 @@ def test_large_activations_need_recomputation_microbatches_or_a_smaller_batch():
     assert "a batch of 12 samples instead of 16" in changes
 
 
+LARGE_STATES = layers(4, width=4096)
+"""Four layers of 64 MiB of weights each, and as much of states as an optimizer with two numbers for each has."""
+
+
+@pytest.mark.parametrize(
+    ("roofline", "change", "place"),
+    [
+        (None, "optimizer state on disk", "disk"),
+        (Roofline("gpu", (("fp32", 1e12),)), "optimizer state in the memory of the host", "host"),
+    ],
+)
+def test_optimizer_state_may_be_on_disk_or_with_an_accelerator_on_its_host(roofline, change, place):
+    plan = Plan.parse("solo")
+    cluster = Cluster(device=replace(Device(), roofline=roofline))
+    offloaded = replace(plan, passes=(*plan.passes, f"offload:state={place}"))
+    limit_bytes = max(predict_rank_bytes(offloaded, LARGE_STATES, cluster, batch_size=16))
+    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=limit_bytes))
+    predictions = [predict_plan(plan, LARGE_STATES, cluster, batch_size=16)]
+    found = list(suggest_changes(predictions, [plan], PlanningProblem(LARGE_STATES, cluster, 16)))
+    assert str(found[0]) == f"{change} (solo + offload:state={place}: {limit_bytes} bytes)"
+
+
 def test_the_batch_that_fits_is_the_largest_one():
     problem, result = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
     smaller = next(suggestion for suggestion in result if suggestion.change.startswith("a batch of"))
@@ -90,5 +113,7 @@ def test_where_weights_do_not_fit_the_fewest_ranks_that_hold_them_are_named():
 
 
 def test_where_nothing_helps_it_says_what_was_tried():
-    with pytest.raises(PlanError, match="neither recomputation nor more microbatches, a smaller batch or more ranks"):
+    with pytest.raises(
+        PlanError, match="nor more microbatches, offloaded optimizer state, a smaller batch or more ranks"
+    ):
         choose_plan(2, WEIGHTS, memory(1000), 16)

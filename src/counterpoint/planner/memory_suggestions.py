@@ -14,6 +14,7 @@ from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.prepare import resolve_partition
 from counterpoint.planner.ranking import Prediction, format_plan, predict_rank_bytes
 from counterpoint.strategies.data import Data
+from counterpoint.strategies.offload import OFFLOAD_PASS
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.recomputation import RECOMPUTE_PASS
 from counterpoint.strategies.tensor import Tensor
@@ -96,8 +97,8 @@ def explain_no_fit(predictions: Sequence[Prediction], plans: Sequence[Plan], pro
         advice = f"the smallest change that fits: {'; or '.join([first, *others])}"
     else:
         advice = (
-            "neither recomputation nor more microbatches, a smaller batch or more ranks make any of the plans fit; "
-            "take devices with more memory, or a smaller model"
+            "neither recomputation nor more microbatches, offloaded optimizer state, a smaller batch or more ranks "
+            "make any of the plans fit; take devices with more memory, or a smaller model"
         )
     return (
         f"no plan fits: {least.plan} needs least, {least.memory_bytes} of {least.capacity_bytes} bytes{reserve} on the "
@@ -108,7 +109,9 @@ def explain_no_fit(predictions: Sequence[Prediction], plans: Sequence[Plan], pro
 def suggest_changes(
     predictions: Sequence[Prediction], plans: Sequence[Plan], problem: PlanningProblem
 ) -> Iterator[MemorySuggestion]:
-    """Yield what would fit, the smallest change first: another plan, recomputation, microbatches, batch, ranks.
+    """Yield what would fit, the smallest change first.
+
+    These are another plan, recomputation, more microbatches, optimizer state elsewhere, a smaller batch, more ranks.
 
     Args:
         predictions: of synchronous plans, at least one.
@@ -124,7 +127,7 @@ def suggest_changes(
     ]
     yield from _smallest("another plan", _other_plans(smallest[0], plans, problem), problem)
     yield from _smallest("activation recomputation", recomputing, problem)
-    for change in (_more_microbatches, _smaller_batch):
+    for change in (_more_microbatches, _offloaded_state, _smaller_batch):
         suggestions = list(change(smallest, problem))
         yield from suggestions or change(recomputing, problem)
     has_tensor_parallelism = any(isinstance(strategy, Tensor) for plan in plans for strategy in plan.strategies)
@@ -146,6 +149,19 @@ def _more_microbatches(plans: Iterable[Plan], problem: PlanningProblem) -> Itera
         for suggestion in _smallest("", more, problem):
             count = suggestion.plan.num_microbatches
             yield replace(suggestion, change=f"{count} microbatches instead of {count // factor}")
+            return
+
+
+def _offloaded_state(plans: Sequence[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
+    """Yield the plan that fits with optimizer state in the memory of the host, or on disk, where the former is none."""
+    has_host_memory = problem.cluster.device.roofline is not None  # of an accelerator; CPUs are measured
+    places = {"host": "optimizer state in the memory of the host"} if has_host_memory else {}
+    for place, change in {**places, "disk": "optimizer state on disk"}.items():
+        passes = f"{OFFLOAD_PASS}:state={place}"
+        offloading = [replace(plan, passes=(*plan.passes, passes)) for plan in plans if plan.offloading is None]
+        suggestions = list(_smallest(change, offloading, problem))
+        yield from suggestions
+        if suggestions:
             return
 
 
