@@ -25,8 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from counterpoint.errors import DataError, PlanError, first_line
 from counterpoint.optim.low_bit_adam import Adam8bit, AdamBf16, AdamW8bit, AdamWBf16, BlockwiseAdam
+from counterpoint.runtime.compiler_import import without_dynamo_import
 from counterpoint.runtime.optimizer_state_view import StateOfRanks
-from counterpoint.runtime.rebuilt_optimizer import rebuild_optimizer, require_own_step, without_dynamo_import
+from counterpoint.runtime.rebuilt_optimizer import rebuild_optimizer, require_own_step
 from counterpoint.runtime.step_effects import StepEffects, find_step_effects
 from counterpoint.world.topology import format_count
 

@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from inspect import signature
 from typing import Any
 
 from torch import optim
 
 from counterpoint.errors import PlanError, first_line
-
-DYNAMO = "torch._dynamo"
-OPTIMIZER_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-DISABLE_CACHE_ATTRIBUTE = "__dynamo_disable"
-"""Attribute in which a wrapper caches the function that it calls instead of the method."""
-
-
-@contextmanager
-def without_dynamo_import() -> Iterator[None]:
-    """Allow optimizers to be built inside without importing ``torch._dynamo``; restore torch afterwards.
-
-    Some methods of ``torch.optim.Optimizer`` are wrapped to be ignored by the compiler. The wrapper imports the
-    compiler on
-    its first call: two seconds, and 70 MB in every rank. As long as nothing else has imported it, nothing is compiled,
-    and
-    the methods can be called unwrapped.
-    """
-    methods = [getattr(getattr(optim.Optimizer, name), "__wrapped__", None) for name in OPTIMIZER_METHODS]
-    unwrapped = (
-        []
-        if DYNAMO in sys.modules
-        else [method for method in methods if method is not None and not hasattr(method, DISABLE_CACHE_ATTRIBUTE)]
-    )
-    for method in unwrapped:
-        setattr(method, DISABLE_CACHE_ATTRIBUTE, method)
-    try:
-        yield
-    finally:
-        for method in unwrapped:
-            delattr(method, DISABLE_CACHE_ATTRIBUTE)
 
 
 def rebuild_optimizer(template: optim.Optimizer, param_groups: list[dict[str, Any]]) -> optim.Optimizer:

@@ -25,6 +25,7 @@ from counterpoint.partitioning.dry_run import (
     split_call_args,
 )
 from counterpoint.partitioning.pytree import has_plain_entries
+from counterpoint.runtime.compiler_import import without_dynamo_import
 from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.rng.draw_sites import DrawRecorder, UnkeyedDrawDetector
@@ -135,7 +136,9 @@ def _find_dependence_on_number(
     """Return how outputs change where samples are repeated to the number of the batch; None if they do not."""
     size = num_samples(inputs)
     batch_size = size * num_microbatches
-    with suppress(Exception), run_eagerly(model), preserve_state(model, training=False):  # which need not take them
+    eval_mode = preserve_state(model, training=False)
+    # the meta device would import the compiler; a model need not take other numbers of samples
+    with suppress(Exception), run_eagerly(model), without_dynamo_import(), eval_mode:
         runs_on_half = size < 2 or _runs(model, _resize_batch(inputs, 0, size // 2, cuts_lists=cuts_lists))
         # a hook may keep what it sees, which should be no tensors without values
         has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 - there is no other way to see them

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn, optim
 
-from counterpoint.runtime.rebuilt_optimizer import without_dynamo_import
+from counterpoint.runtime.compiler_import import without_dynamo_import
 
 BuildOptimizer: TypeAlias = Callable[[Sequence[tuple[int, Tensor]]], optim.Optimizer]
 """Builds an optimizer like the user's over tensors, each with the index of its option group."""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from counterpoint.errors import PlanError
+from counterpoint.runtime.compiler_import import without_dynamo_import
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import FlatLayout, ShardSpan, build_layouts
-from counterpoint.runtime.rebuilt_optimizer import argument_names, without_dynamo_import
+from counterpoint.runtime.rebuilt_optimizer import argument_names
 from counterpoint.value_codec import decode_value, encode_value
 
 SliceCodec: TypeAlias = Literal["", "bf16"]

@@ -364,10 +364,10 @@ class ParamStore:
 
     def begin_step(self) -> None:
         """Start a step without gradients: drop those that other code has left, as ``zero_grad()`` does."""
-        if self.keeps_grads:
-            self.clear_grads()
         for param in self.params.values():
             param.grad = None
+        for flat_params in self.flat_params() if self.keeps_grads else ():
+            flat_params.grads.clear()
         self._swapped_units.clear()
         self.skips = None
         self.grad_check.begin_step()
