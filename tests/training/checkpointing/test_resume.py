@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import optim
 import counterpoint as cp
 from counterpoint.checkpoint import Checkpoint, step_folders
 from counterpoint.data.sampler import Sampler
+from counterpoint.testing.parity_models import plan_for
 from counterpoint.training.checkpointing.save_restore import ResumeConfig, find_checkpoint_together
 from tests.covering import each_value_once
 from tests.training.trainers import (
@@ -130,6 +132,50 @@ def test_a_run_continues_under_another_plan(before, after, tmp_path):
     result, rest = resumed(tmp_path, after, batch_norm_mlp, **SETTINGS)
     assert max_difference(result, whole, names) <= 1e-12
     assert rest.losses == pytest.approx(history.losses[2:], rel=1e-12)
+
+
+class RecordedDataset(torch.utils.data.Dataset):
+    """Samples that know in which order they were read."""
+
+    def __init__(self):
+        self.samples, self.read = dataset(), []
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.samples[index]
+
+
+def fit_recorded(strategy, passes=(), **options):
+    """Return the weights, the losses, and the samples of the last three batches, which have 12, 12 and 10."""
+    data, plan = RecordedDataset(), replace(plan_for(strategy, 12), passes=passes)
+    weights, history = fit(plan, data=data, epochs=2, **options)
+    return (
+        weights,
+        history.losses,
+        [sorted(data.read[start:stop]) for start, stop in ((-34, -22), (-22, -10), (-10, None))],
+    )
+
+
+@pytest.mark.long(quick=["pipeline"])
+@pytest.mark.parametrize("strategy", ["pipeline(2) * zero1(2)", "data(3)", "solo"], ids=["pipeline", "data", "solo"])
+def test_shards_whose_state_is_on_disk_continue_in_mid_epoch_under_another_plan(strategy, tmp_path):
+    weights, losses, samples = fit_recorded("solo")
+    options = {"offload_folder": tmp_path / "states", "callbacks": [StopAt(5)]}
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(KeyboardInterrupt):
+        fit_recorded(
+            "zero3(4)",
+            ("overlap", "offload:state=disk"),
+            fit_options={"checkpoint_dir": folder, "save_every": 1},
+            **options,
+        )
+    found, rest, read = fit_recorded(strategy, fit_options={"resume": folder})
+    assert read == samples
+    assert rest == pytest.approx(losses[5:], rel=1e-12)
+    assert max_difference(found, weights) <= 1e-12
 
 
 @pytest.mark.long
