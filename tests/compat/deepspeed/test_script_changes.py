@@ -69,6 +69,24 @@ class TestOnTwoRanks:
             assert "the gradient of first.weight was changed outside of backward()" in text
             assert "set gradient_clipping" in text
 
+    @pytest.mark.parametrize("stage", training.STAGES)
+    def test_weights_that_one_rank_sets_inside_its_gather_are_sent_to_all(self, stage):
+        expected = training.set_in_plain_loop(2)
+        for found in once_on_ranks(training.weights_set):
+            assert found[f"sent at stage {stage}"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+    @pytest.mark.parametrize("stage", training.STAGES)
+    def test_weights_that_one_rank_sets_for_itself_are_an_error_that_names_them(self, stage):
+        for found in once_on_ranks(training.weights_set):
+            kept, outside = found[f"kept at stage {stage}"], found[f"outside at stage {stage}"]
+            assert "rank 1 has other numbers in frozen.weight, last.bias than rank 0" in kept
+            assert "rank 1 has other numbers in last.weight than rank 0: the script has set weights" in outside
+            assert "modifier_rank=0" in kept
+
+    def test_a_rank_that_is_not_there_cannot_modify(self):
+        for found in once_on_ranks(training.weights_set):
+            assert "modifier_rank=2, but there are 2 ranks; give one from 0 to 1" in found["no such rank"]
+
     @pytest.mark.parametrize("name", sorted(INITIALIZE_ERRORS))
     def test_initialize_refuses_what_ranks_cannot_share(self, name):
         for found in once_on_ranks(training.refused_by_initialize):

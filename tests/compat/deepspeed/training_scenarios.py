@@ -309,6 +309,61 @@ def changed_by_scripts():
     return found
 
 
+def set_weights(stage, modifier_rank):
+    """Set a weight on rank 1 inside ``GatheredParameters``, before a step; return the parameters."""
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, config=config_of(stage, ADAMW))
+    rank = open_fabric().rank
+    loop(engine, range(1), rank)
+    params = [model.last.bias, model.frozen.weight]
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank):
+        if rank == 1:
+            for param in params:
+                param.data.fill_(0.5)
+    loop(engine, range(1, STEPS), rank)
+    return values(model)
+
+
+def set_in_plain_loop(num_ranks):
+    """Return the parameters of a plain loop after the same."""
+    model = Net()
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        if step == 1:
+            model.last.bias.data.fill_(0.5)
+            model.frozen.weight.data.fill_(0.5)
+        parts = [batch(rank, step, micro) for rank in range(num_ranks) for micro in range(MICROBATCHES)]
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        model.zero_grad()
+        for param in model.unused.parameters():
+            param.grad = torch.zeros_like(param)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return values(model)
+
+
+def set_outside(stage):
+    """Set a weight on rank 1 without any context, before the first step."""
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, config=config_of(stage, ADAMW))
+    rank = open_fabric().rank
+    if rank == 1:
+        with torch.no_grad():
+            model.last.weight += 1
+    loop(engine, range(1), rank)
+
+
+def weights_set():
+    """Return what becomes of weights that rank 1 sets, at each stage."""
+    found = {}
+    for stage in STAGES:
+        found[f"sent at stage {stage}"] = set_weights(stage, 1)
+        found[f"kept at stage {stage}"] = error_of(lambda stage=stage: set_weights(stage, None))
+        found[f"outside at stage {stage}"] = error_of(lambda stage=stage: set_outside(stage))
+    found["no such rank"] = error_of(lambda: set_weights(0, 2))
+    return found
+
+
 def train_two_engines(stage):
     """Train one model by turns of two engines; return the parameters."""
     model = Net()

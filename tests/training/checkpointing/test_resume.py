@@ -134,7 +134,7 @@ def test_a_run_continues_under_another_plan(before, after, tmp_path):
     assert rest.losses == pytest.approx(history.losses[2:], rel=1e-12)
 
 
-class RecordedDataset(torch.utils.data.Dataset):
+class RecordedDataset(torch.utils.data.Dataset[tuple[torch.Tensor, ...]]):
     """Samples that know in which order they were read."""
 
     def __init__(self):

@@ -27,6 +27,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from counterpoint.compat.deepspeed.rank_agreement import gather_norms
+from counterpoint.compat.deepspeed.weight_changes import WeightChanges
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.cast_reductions import start_cast_all_reduce, start_cast_reduce_scatter
 from counterpoint.fabric.fabric import Fabric, Work
@@ -119,8 +120,10 @@ def make_flat_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator
 class GradientUpdate(ABC):
     """The gradients of a step, from each backward to the update."""
 
-    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> None:
-        self.fabric, self.optimizer, self.rule, self.names = fabric, optimizer, rule, names
+    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, module: nn.Module) -> None:
+        self.fabric, self.optimizer, self.rule = fabric, optimizer, rule
+        self.names = {id(param): name for name, param in module.named_parameters()}
+        self.weight_changes = WeightChanges(fabric, module)
         self.ranks = tuple(range(fabric.num_ranks))
         self.given = [(param, param.requires_grad) for group in optimizer.param_groups for param in group["params"]]
         self.param_ids = read_param_ids(optimizer)
@@ -224,13 +227,18 @@ class GradientUpdate(ABC):
         """Return the squared norm of each rank, and compare the options of the optimizer with the other ranks'.
 
         Raises:
-            DataError: an option differs.
+            DataError: an option differs, or weights that a script has set.
         """
         try:
-            return gather_norms(self.fabric, self.optimizer, squared)
+            norms, were_set = gather_norms(
+                self.fabric, self.optimizer, squared, has_set_weights=self.weight_changes.are_there()
+            )
+            if were_set:
+                self.weight_changes.require_equal()
         except DataError:
             self.clear()
             raise
+        return norms
 
     def cast(self, flat: Tensor) -> Tensor | None:
         """Return a copy in the narrower dtype that is sent; None if gradients are sent in their own."""
@@ -258,9 +266,9 @@ def squared_norm(tensors: Sequence[Tensor]) -> float:
 class WholeUpdate(GradientUpdate):
     """Stage 0: every rank has all gradients and updates all weights."""
 
-    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> None:
-        super().__init__(fabric, optimizer, rule, names)
-        self.groups = [group for _, group in make_flat_groups(optimizer, names)]
+    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, module: nn.Module) -> None:
+        super().__init__(fabric, optimizer, rule, module)
+        self.groups = [group for _, group in make_flat_groups(optimizer, self.names)]
 
     def take_grads(self) -> None:
         """Keep the gradients where autograd adds them up."""
@@ -330,8 +338,8 @@ class ShardedUpdate(GradientUpdate):
         PlanError: the optimizer has state already, or its update is not elementwise.
     """
 
-    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> None:
-        super().__init__(fabric, optimizer, rule, names)
+    def __init__(self, fabric: Fabric, optimizer: Optimizer, rule: GradientRule, module: nn.Module) -> None:
+        super().__init__(fabric, optimizer, rule, module)
         known = {cls.__name__ for cls in ELEMENTWISE_OPTIMIZERS}
         if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
             raise PlanError(
@@ -346,12 +354,13 @@ class ShardedUpdate(GradientUpdate):
             )
         parts: dict[int, list[nn.Parameter]] = {index: [] for index, _ in enumerate(optimizer.param_groups)}
         self.shards: list[Shard] = []
-        for index, group in make_flat_groups(optimizer, names):
+        for index, group in make_flat_groups(optimizer, self.names):
             self.shards.append(self._make_shard(group))
             parts[index].append(self.shards[-1].param)
         for index, params in parts.items():
             optimizer.param_groups[index]["params"] = params
         self.param_ids = read_param_ids(optimizer)
+        self.weight_changes.remember()  # parameters have been moved
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]  # its own would clear the shards only
 
     def _zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's
@@ -383,6 +392,7 @@ class ShardedUpdate(GradientUpdate):
                     )
                 view.copy_(param)
                 param.data = view
+                self.weight_changes.note_move()
 
     @torch.no_grad()
     def _make_shard(self, group: FlatGroup) -> Shard:
@@ -462,7 +472,7 @@ def require_new_optimizer(optimizer: Optimizer) -> None:
         raise PlanError(f"this {name} belongs to the model that an earlier initialize() returned; pass a new optimizer")
 
 
-def make_update(fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names: Mapping[int, str]) -> GradientUpdate:
+def make_update(fabric: Fabric, optimizer: Optimizer, rule: GradientRule, module: nn.Module) -> GradientUpdate:
     """Return the update of a stage; on one rank there is nothing to shard.
 
     Raises:
@@ -475,5 +485,5 @@ def make_update(fabric: Fabric, optimizer: Optimizer, rule: GradientRule, names:
             "optimizer, loss, **read_config(...).arguments), or use stage 2 here"
         )
     if rule.stage == 0 or fabric.num_ranks == 1:
-        return WholeUpdate(fabric, optimizer, rule, names)
-    return ShardedUpdate(fabric, optimizer, rule, names)
+        return WholeUpdate(fabric, optimizer, rule, module)
+    return ShardedUpdate(fabric, optimizer, rule, module)

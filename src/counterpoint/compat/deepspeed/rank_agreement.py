@@ -74,25 +74,36 @@ def option_numbers(optimizer: Optimizer) -> dict[str, float]:
     return numbers
 
 
-def gather_norms(fabric: Fabric, optimizer: Optimizer, squared: float) -> list[float]:
+def gather_norms(
+    fabric: Fabric, optimizer: Optimizer, squared: float, *, has_set_weights: bool
+) -> tuple[list[float], bool]:
     """Return a number of each rank, and check with the same message that the optimizer's options are equal.
+
+    Args:
+        fabric: this rank's connection to the others.
+        optimizer: the optimizer.
+        squared: the number of this rank.
+        has_set_weights: whether the script on this rank has set weights since the last step.
+
+    Returns:
+        The numbers, and whether any rank has set weights.
 
     Raises:
         DataError: an option differs.
     """
     if fabric.num_ranks == 1:
-        return [squared]
+        return [squared], False
     options, ranks = option_numbers(optimizer), tuple(range(fabric.num_ranks))
-    row = torch.tensor([squared, *options.values()], dtype=torch.float64)
+    row = torch.tensor([squared, float(has_set_weights), *options.values()], dtype=torch.float64)
     table = row.repeat(len(ranks))
     bounds = [len(row) * rank for rank in range(len(ranks) + 1)]
     fabric.all_gather("the norm of the gradients and the options of the update", table, bounds, ranks).wait()
     rows = table.view(len(ranks), -1).tolist()
-    for rank, (_, *values) in enumerate(rows):
-        for name, value, first in zip(options, values, rows[0][1:], strict=True):
+    for rank, (_, _, *values) in enumerate(rows):
+        for name, value, first in zip(options, values, rows[0][2:], strict=True):
             if repr(value) != repr(first):  # nan is equal to nan
                 raise DataError(
                     f"rank {rank} has {name}={value:g} in its optimizer, and rank 0 has {first:g}; set the same on "
                     "all ranks, or the weights would differ"
                 )
-    return [row[0] for row in rows]
+    return [row[0] for row in rows], any(row[1] for row in rows)

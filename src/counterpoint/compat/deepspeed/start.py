@@ -216,7 +216,7 @@ def _wrap(
     options = StepOptions(
         config.batch_sizes, arguments.get("clip_norm"), precision, arguments.get("nonfinite") == "skip"
     )
-    update = make_update(fabric, optimizer, rule, names)
+    update = make_update(fabric, optimizer, rule, model)
     scaler = LossScaler(parse_loss_scale(arguments.get("loss_scale")))
     return DeepSpeedModel(model, update, None, options, scaler)
 

@@ -201,6 +201,7 @@ class DeepSpeedModel(nn.Module):
             clip_norm = self.options.clip_norm
             factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + CLIP_EPS))
             self.update.apply(factor * self.scaler.inverse)
+            self.update.weight_changes.remember()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
