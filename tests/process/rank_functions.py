@@ -1,6 +1,7 @@
 """What ranks do in the tests of real processes: functions that run in every one of them."""
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -327,6 +328,19 @@ def train_offloaded(plans, transport, folder):
         for plan in plans
         for passes in (("overlap",), ("overlap", "offload:state=disk"))
     ]
+
+
+def train_where_rank_1_has_no_room(plans, folder):
+    """The error of each plan, if the files of rank 1 may have 2 KiB only."""
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+    errors = []
+    for plan in plans:
+        try:
+            train_with_passes(plan_of(*plan), ("overlap", "offload:state=disk"), detect(), offload_folder=folder)
+        except cp.CounterpointError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def train_with_passes(plan, passes, environment, **options):

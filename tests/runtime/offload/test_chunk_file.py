@@ -1,5 +1,6 @@
 """A chunk is read back as it was written, or an error names the file, the rank and the chunk."""
 
+import errno
 import os
 from concurrent.futures import Future
 
@@ -87,6 +88,19 @@ def test_what_was_lost_once_is_an_error_in_later_steps(file):
 def test_a_disk_without_room_is_an_error_before_anything_is_written(tmp_path):
     with pytest.raises(OffloadError, match=r"rank 0 in .* needs 1000000000000000000 bytes .* but \d+ are free there"):
         ChunkFile(tmp_path, 0, 1.0).open(10**18)
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.EFBIG, "raise the limit of `ulimit -f`"), (errno.EDQUOT, "raise the quota of this user")],
+)
+def test_a_limit_below_what_is_free_is_named(code, remedy, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OffloadError, match=rf"but \d+ are free there \({os.strerror(code)}\); {remedy}, give another"):
+        ChunkFile(tmp_path, 0, 1.0).open(BLOCK_BYTES)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

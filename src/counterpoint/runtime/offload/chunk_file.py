@@ -11,6 +11,7 @@ Source:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -164,10 +165,13 @@ class ChunkFile:
                 os.posix_fallocate(self.descriptor, 0, num_bytes)
         except OSError as error:
             self.close()
+            problem, remedy = str(error.strerror or error), f"make room for {num_bytes - free} bytes more"
+            if free >= num_bytes:  # it is not the disk that is full
+                limits = {errno.EFBIG: "raise the limit of `ulimit -f`", errno.EDQUOT: "raise the quota of this user"}
+                remedy = limits.get(error.errno or 0, "free space on the disk")
             raise OffloadError(
                 f"{self.name} needs {num_bytes} bytes for the optimizer state of this rank, but {free} are free there "
-                f"({error.strerror or error}); make room for {max(num_bytes - free, 0)} bytes more, give another "
-                "offload_folder, or shard the state over more ranks with zero(...)"
+                f"({problem}); {remedy}, give another offload_folder, or shard the state over more ranks with zero(...)"
             ) from error
 
     def use_direct_io(self) -> None:
