@@ -77,6 +77,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "zero_optimization.offload_optimizer.device=nvme needs zero_optimization.offload_optimizer.nvme_path",
     ),
     "a misspelt key of a section": ({"zero_optimization": {"stag": 2}}, "did you mean 'stage'"),
+    "a name without its stage": ({"zero_optimization": {"prefetch_bucket_size": 1}}, "did you mean 'stage3_prefetch_"),
     "a misspelt key": ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
     "a misspelt section": ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
     "a key outside of its section": ({"stage": 2}, "stage belongs to section zero_optimization"),
@@ -159,6 +160,14 @@ def test_every_key_is_in_one_of_the_files():
     files = [json.loads((FOLDER / "configs" / f"{name}.json").read_text()) for name in ARGUMENTS]
     read = {path for config in files for path in keys_of(config)}
     assert not [key.path for key in CONFIG_KEYS if key.effect != "refused" and key.path not in read]
+
+
+def test_every_key_that_deepspeed_documents_is_known_by_itself_or_by_its_section():
+    lines = (FOLDER / "documented_keys.txt").read_text().split("\n")
+    paths = [line.split(".") for line in lines if line and not line.startswith("#")]
+    unknown = [path for path in paths if not any(".".join(path[:end]) in BY_PATH for end in range(1, len(path) + 1))]
+    assert len(paths) > 200
+    assert not unknown
 
 
 def test_every_ignored_key_is_in_the_notices_with_its_reason():

@@ -227,6 +227,8 @@ ZERO_KEYS = (
     _ignored("zero_optimization.offload_optimizer.pipeline_read", "bool", BUFFERS),
     _ignored("zero_optimization.offload_optimizer.pipeline_write", "bool", BUFFERS),
     _ignored("zero_optimization.offload_optimizer.fast_init", "bool", BUFFERS),
+    _ignored("zero_optimization.offload_optimizer.super_offload", "bool", BUFFERS),
+    _ignored("zero_optimization.offload_optimizer.cpuadam_cores_perc", "number", "it chooses the cores of the update"),
     _refused(
         "zero_optimization.offload_optimizer.ratio",
         "number",
