@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -180,3 +181,33 @@ def test_a_buffer_that_one_rank_sets_is_named(plan, change, imports):
     assert everyone[0] == everyone[1]
     assert everyone[0][0] == unchanged[0][0]
     assert everyone[0][1] != unchanged[0][1]
+
+
+def train_with_written_weights(plan, is_context, changed):
+    """Change a weight on some ranks after the first step; return the next loss, or the error."""
+    model = mlp()
+    step = cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, strategy=plan)
+    step(X, Y)
+    try:
+        with torch.no_grad(), step.full_weights(writeback=True) if is_context else nullcontext(step.export_weights()):
+            if int(os.environ["RANK"]) in changed:
+                model[0].weight.add_(0.5)
+        if not is_context:
+            step.import_weights()
+        return step(X, Y)
+    except cp.CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.long(quick=["False-zero3(2)"])
+@pytest.mark.parametrize("plan", ["data(2)", "zero2(2)", "zero3(2)", "pipeline(2)"])
+@pytest.mark.parametrize("is_context", [False, True])
+def test_weights_that_one_rank_writes_back_are_named(plan, is_context):
+    def run(*changed):
+        return run_forked(train_with_written_weights, ranks=2, args=(plan, is_context, changed))
+
+    for rank in range(2):
+        for answer in run(rank):
+            assert re.match("DataError: rank 1 would load other values of 0.weight than rank 0, each a part", answer)
+    everyone, unchanged = run(0, 1), run()
+    assert everyone[0] == everyone[1] != unchanged[0]

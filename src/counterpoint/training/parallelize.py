@@ -555,6 +555,9 @@ class TrainStep:
         Yields:
             The model.
 
+        Raises:
+            DataError: with ``writeback``, ranks in other processes have other values afterwards.
+
         Example:
             >>> import torch
             >>> model, loss = nn.Linear(2, 1), nn.functional.mse_loss
@@ -572,9 +575,13 @@ class TrainStep:
 
         Every rank changes its own model equally before. Without this call a step raises if weights were changed of
         which ranks train copies. Changes through ``.data`` are not detected: torch does not count them.
+
+        Raises:
+            DataError: ranks in other processes have other values.
         """
         if self.local_ranks.compiled is not None:
             self.flush()
+            self.local_ranks.require_same_weights()
             self.local_ranks.import_weights()
 
     def save(

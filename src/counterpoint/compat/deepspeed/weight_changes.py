@@ -7,14 +7,11 @@ compare checksums.
 
 from __future__ import annotations
 
-from typing import Any
-from zlib import crc32
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.training.agreement.weight_values import find_differing_weights
 
 
 class WeightChanges:
@@ -47,28 +44,14 @@ class WeightChanges:
         Raises:
             DataError: one differs.
         """
-        own: Any = {name: checksum_of(param) for name, param in self.module.named_parameters()}
-        given: Any = self.fabric.gather_values("the weights of the model", own, tuple(range(self.fabric.num_ranks)))
-        for rank, other in enumerate(given):
-            differing = [name for name in given[0] if other.get(name) != given[0][name]]
-            if differing:
-                names = ", ".join(differing[:3]) + (" and others" if differing[3:] else "")
-                raise DataError(
-                    f"rank {rank} has other numbers in {names} than rank 0: the script has set weights on some ranks "
-                    "only; set the same on all ranks, or inside zero.GatheredParameters(params, "
-                    "modifier_rank=0), which sends those of one rank"
-                )
+        differing = find_differing_weights(self.fabric, self.module)
+        if differing is not None:
+            raise DataError(
+                "rank {} has other numbers in {} than rank 0: the script has set weights on some ranks only; set the "
+                "same on all ranks, or inside zero.GatheredParameters(params, modifier_rank=0), which sends those of "
+                "one rank".format(*differing)
+            )
         self.remember()
 
     def _read_versions(self) -> list[tuple[int, int]]:
         return [(param.data_ptr(), param._version) for param in self.module.parameters()]  # noqa: SLF001 - torch's count
-
-
-def checksum_of(tensor: Tensor) -> int:
-    """Return a checksum of the bytes of a tensor.
-
-    Example:
-        >>> checksum_of(torch.zeros(2)) == checksum_of(torch.zeros(1, 2))
-        True
-    """
-    return crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

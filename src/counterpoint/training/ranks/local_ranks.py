@@ -71,6 +71,7 @@ from counterpoint.runtime.state_dict import (
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.agreement.rank_facts import CallFacts
 from counterpoint.training.agreement.step_facts import submitted_batches
+from counterpoint.training.agreement.weight_values import find_differing_weights
 from counterpoint.training.batches.in_flight import InFlightBatches
 from counterpoint.training.between_steps.model_changes import ModelChanges
 from counterpoint.training.between_steps.optimizer_exchange import OptimizerExchange
@@ -1015,6 +1016,23 @@ class LocalRanks:
         """Load the user's model into all ranks, unless it was on the meta device and has not their weights."""
         if not (self.keeps_model_on_meta and self.stale_weights.is_stale):
             self.import_weights()
+
+    def require_same_weights(self) -> None:
+        """Check that all processes have the same weights in their models, of which each rank loads its part.
+
+        Raises:
+            DataError: one has others.
+        """
+        fabric = self.world.fabrics[0]
+        if len(self.world.fabrics) == fabric.num_ranks or self.stale_weights.is_stale:
+            return
+        differing = find_differing_weights(fabric, self.trained)
+        if differing is not None:
+            raise DataError(
+                "rank {} would load other values of {} than rank 0, each a part of them: they were changed between "
+                "two steps on some ranks only, inside full_weights(writeback=True) or before import_weights(); make "
+                "the same change on all ranks".format(*differing)
+            )
 
     def import_weights(self) -> None:
         """Load the user's model, which may have been changed since :meth:`export_weights`, into all ranks."""
