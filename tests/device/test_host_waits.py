@@ -46,6 +46,7 @@ def count_waits(name, plan, **options):
         ("mlp", "pipeline(2, schedule=zero_bubble)"),
         ("mlp", "pipeline(2) * data(2)"),
         ("experts", "tensor(2)"),
+        ("mlp", "tensor(2) + recompute + partition_activations"),
         ("gpt", "pipeline(2)"),
     ],
 )

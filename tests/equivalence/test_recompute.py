@@ -1,11 +1,16 @@
 """What is computed again trains the same: dropout, ties, sliced layers, running statistics, older weights."""
 
+from dataclasses import replace
+
 import pytest
 
+import counterpoint as cp
 from counterpoint.testing import parity
 from counterpoint.testing.parity import TOLERANCE
+from counterpoint.testing.parity_models import ADAMW, make_parity_model, plan_for
 from tests.equivalence import async_pipeline_cases
 from tests.equivalence.test_schedules import difference, trained
+from tests.training.trainers import equal_bits, params_of
 
 PLANS = [
     "solo + recompute",
@@ -37,6 +42,35 @@ def test_a_model_that_draws_and_shares_weights_trains_the_same(strategy):
 @pytest.mark.parametrize("strategy", ["tensor(2) + recompute", "tensor(2) * pipeline(2, recompute=always)"])
 def test_sliced_layers_are_recomputed_without_their_sums(strategy):
     assert parity.check_parity("mlp", strategy).worst <= TOLERANCE
+
+
+def train_with(name, strategy, *passes):
+    """Return losses and parameters of a few steps under a plan with further passes."""
+    plan, model_case = plan_for(strategy, 4), make_parity_model(name)
+    model = model_case.build()
+    plan = replace(plan, passes=(*plan.passes, *passes))
+    with cp.parallelize(model, ADAMW(model.parameters()), model_case.loss, strategy=plan, seed=3) as step:
+        losses = [float(step(inputs, targets)) for inputs, targets in model_case.batches]
+    return losses, params_of(model)
+
+
+@pytest.mark.long(quick=["tensor(2) + recompute-mlp", "tensor(2) * pipeline(2, recompute=always)-gpt"])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "tensor(2) + recompute",
+        "tensor(2) * data(2) + overlap + recompute",
+        "tensor(2) * zero(2, level=3) + recompute",
+        "tensor(2) * pipeline(2, recompute=always)",
+        "pipeline(2) * tensor(2) + recompute",
+    ],
+)
+def test_what_is_recomputed_from_partitioned_inputs_has_the_same_bits(name, strategy):
+    losses, params = train_with(name, strategy)
+    found_losses, found = train_with(name, strategy, "partition_activations")
+    assert found_losses == losses
+    assert equal_bits(found, params)
 
 
 @pytest.mark.long(quick=["except_last"])

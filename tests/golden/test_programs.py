@@ -73,6 +73,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline_2_replicas_2_1": ("pipeline(2, replicas=(2,1))", {"m": 4, "blocks": 3}),
     "gpipe_2_replicas_1_2": ("gpipe(2, replicas=(1,2), balance=(1,2))", {"m": 2, "blocks": 3}),
     "tensor_2": ("tensor(2)", {"m": 2}),
+    "tensor_2_partitioned": ("tensor(2)", {"blocks": 3, "passes": ("recompute", "partition_activations")}),
     "tensor_2_tied": ("tensor(2)", {"blocks": 3, "tied": True}),
     "server_2": ("server(2)", {"m": 2}),
     "bsp_2_servers_2": ("bsp(2, servers=2)", {"blocks": 3}),

@@ -90,7 +90,7 @@ def test_a_plan_file_needs_no_more_than_a_strategy():
         ("plan: {strategy: solo, passes: overlap}", "passes a list, not 1 and 'overlap'"),
         (
             "plan: {strategy: solo, passes: [fast]}",
-            "there is no pass 'fast'; the passes are overlap, recompute, gather_outputs",
+            "there is no pass 'fast'; the passes are overlap, recompute, partition_activations, gather_outputs",
         ),
         ("plan: {strategy: datta(2)}", "there is no strategy 'datta'; did you mean data?"),
     ],
@@ -191,7 +191,7 @@ def test_a_plan_knows_its_ranks_and_its_mesh():
         (lambda: Plan(num_microbatches=0), "a plan needs at least 1 microbatch, not 0"),
         (
             lambda: Plan(passes=("fuse",)),
-            "there is no pass 'fuse'; the passes are overlap, recompute, gather_outputs, prefetch, offload",
+            "there is no pass 'fuse'; the passes are overlap, recompute, partition_activations, gather_outputs, prefetch, offload",
         ),
         (lambda: Plan((Data(0),)), "data(0) has 0 ranks; give 1 or more"),
         (lambda: Plan((Zero(-1),)), "zero(-1, level=1) has -1 ranks; give 1 or more"),

@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import counterpoint as cp
+from counterpoint.compiler.compile import storage_size_fn
 from counterpoint.fabric.gloo.ops import ScratchPool
 from counterpoint.launchers.environment import detect
+from counterpoint.plan.plan import Plan
+from counterpoint.program.instruction import Forward
+from counterpoint.simulator.memory import memory_timeline
 from counterpoint.training.between_steps.stale_weights import (
     StaleTensor,
     WithoutOwnGrad,
@@ -89,3 +93,40 @@ def measure_plan(plan, environment, precision, folder):
         live -= pooled + before
         step(x, y)
     return [live / MODEL_BYTES, pooled / MODEL_BYTES]
+
+
+NUM_ROWS = 4096
+"""So many that activations are much larger than weights."""
+
+
+def measure_activations(plan, passes):
+    """Return for each tuple of passes what is live during the last forward, and what is predicted, in inputs of blocks.
+
+    Args:
+        plan: text.
+        passes: of each measurement.
+    """
+    return [measure_at_loss(replace(Plan.parse(plan), passes=tuple(one))) for one in passes]
+
+
+def measure_at_loss(plan):
+    found = []
+
+    def loss(output, target):
+        found.append(live_bytes())
+        return F.mse_loss(output, target)
+
+    torch.manual_seed(0)
+    width = 64
+    model = nn.Sequential(*(layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(width, width), nn.GELU())))
+    x, y = torch.randn(NUM_ROWS, width), torch.randn(NUM_ROWS, width)
+    with cp.parallelize(model, torch.optim.SGD(model.parameters()), loss, strategy=plan, environment=detect()) as step:
+        before = live_bytes()
+        step(x, y)
+        step(x, y)
+        compiled = step.local_ranks.compiled
+        assert compiled is not None, "it has run"
+    instructions = compiled.program.unroll(1)[0]
+    last = max(index for index, one in enumerate(instructions) if isinstance(one, Forward))
+    predicted = memory_timeline(compiled.program, storage_size_fn(compiled.model, NUM_ROWS))[0][last + 1]
+    return [(found[-1] - before) / (4 * NUM_ROWS * width), predicted / (4 * NUM_ROWS * width)]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.process.forked_ranks import run_forked
-from tests.process.live_memory import measure
+from tests.process.live_memory import measure, measure_activations
 
 pytestmark = pytest.mark.process
 # Weights, gradients and Adam's two moments, in sizes of the model.
@@ -97,3 +97,12 @@ def test_gloo_keeps_no_more_for_reductions_than_the_gradients_of_the_other_ranks
         assert isinstance(measured, list), measured
         ((_, pooled),) = measured
         assert pooled <= 0.75  # a half of the gradient is received, and little is rounded up
+
+
+def test_partitioned_activations_take_as_much_less_as_predicted():
+    passes = [("recompute",), ("recompute", "partition_activations")]
+    for measured in run_forked(measure_activations, ranks=2, args=["tensor(2)", passes]):
+        assert isinstance(measured, list), measured
+        (live, predicted), (live_parts, predicted_parts) = measured
+        assert live - live_parts == pytest.approx(predicted - predicted_parts, rel=0.02)
+        assert predicted - predicted_parts >= 2

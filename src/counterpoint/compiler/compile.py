@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
@@ -10,7 +11,8 @@ from counterpoint.compiler.gather_outputs import gather_outputs
 from counterpoint.compiler.narrow_reductions import require_shards_of_masters, require_sums_in_narrow_dtype
 from counterpoint.compiler.offload import offload, require_offloadable
 from counterpoint.compiler.overlap import overlap
-from counterpoint.compiler.prefetch import estimate_prefetch, prefetch
+from counterpoint.compiler.partition_activations import partition_activations
+from counterpoint.compiler.prefetch import prefetch
 from counterpoint.compiler.recompute import recompute
 from counterpoint.errors import ProgramError
 from counterpoint.model.spec import ModelSpec
@@ -24,6 +26,7 @@ from counterpoint.program.step_variants import StepVariant, body_as_step, prolog
 from counterpoint.program.verify.symbolic import SymbolicResult
 from counterpoint.program.verify.verifier import Bounds, verify
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS, estimate_gather_cost
+from counterpoint.strategies.recomputation import PARTITION_PASS
 from counterpoint.strategies.single_device import single_device_cost, single_device_program
 from counterpoint.strategies.strategy import CostEstimate, Strategy
 
@@ -150,9 +153,14 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         with plan_error_at(plan.source, "passes"):
             blocks = recomputation.select_blocks(refined)
         program, cost = recompute(program, recomputation, blocks), recomputation.estimate_cost(cost, blocks)
+    if PARTITION_PASS in plan.passes:
+        before = program
+        with plan_error_at(plan.source, "passes"):
+            program = partition_activations(program, refined, plan)
+        cost = add_counted_bytes(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
     if PREFETCH_PASS in plan.passes:
         before, program = program, prefetch(program)
-        cost = estimate_prefetch(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
+        cost = add_counted_bytes(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
     if plan.offloading is not None:
         with plan_error_at(plan.source, "passes"):
             require_offloadable(plan, program)
@@ -164,6 +172,19 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         sent = count_bytes(program, refined, samples)
         symbolic = verify(program, bounds_from(cost), refined.units, sent, refined.sparse_units)
     return CompiledPlan(plan, refined, program, cost, symbolic, ())
+
+
+def add_counted_bytes(cost: CostEstimate, before: Sequence[Fraction], after: Sequence[Fraction]) -> CostEstimate:
+    """Return the cost with the bytes of collectives that a pass has added, or without those that it has removed.
+
+    Args:
+        cost: of the program before.
+        before: the bytes that each rank sent.
+        after: the bytes that it sends now.
+    """
+    added = [new - old for old, new in zip(before, after, strict=True)]
+    ranks = zip(cost.ranks, added, strict=True)
+    return replace(cost, ranks=tuple(replace(rank, other_bytes=rank.other_bytes + one) for rank, one in ranks))
 
 
 def require_lowered(strategy: Strategy, program: object, num_ranks: int, num_micros: int) -> Program:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from itertools import zip_longest
 from typing import TypeGuard
 
@@ -21,7 +20,6 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Instructions, Program
 from counterpoint.program.rewrite import map_parts
-from counterpoint.strategies.strategy import CostEstimate
 
 _COMPUTATIONS = (Forward, Recompute, Backward)
 _BLOCKING_GATHER = ("all_gather", "weight", "")
@@ -54,19 +52,6 @@ def prefetch(program: Program) -> Program:
         program,
         rank_programs=tuple(map_parts(rank_program, _prefetch_instructions) for rank_program in program.rank_programs),
     )
-
-
-def estimate_prefetch(cost: CostEstimate, before: Sequence[Fraction], after: Sequence[Fraction]) -> CostEstimate:
-    """Return the cost without the gathers that the pass has removed.
-
-    Args:
-        cost: of the program before.
-        before: the bytes that each rank sent.
-        after: the bytes that it sends now.
-    """
-    saved = [old - new for old, new in zip(before, after, strict=True)]
-    ranks = zip(cost.ranks, saved, strict=True)
-    return replace(cost, ranks=tuple(replace(rank, other_bytes=rank.other_bytes - one) for rank, one in ranks))
 
 
 def _prefetch_instructions(instructions: Instructions) -> list[Instruction]:

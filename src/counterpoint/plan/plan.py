@@ -25,7 +25,7 @@ from counterpoint.strategies.offload import OFFLOAD_PASS, Offloading
 from counterpoint.strategies.options import PlanTextError
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.strategies.pipeline.pipeline import Pipeline
-from counterpoint.strategies.recomputation import RECOMPUTE_PASS, Recomputation
+from counterpoint.strategies.recomputation import PARTITION_PASS, RECOMPUTE_PASS, Recomputation
 from counterpoint.strategies.strategy import Granularity, Strategy
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 from counterpoint.strategies.tensor import Tensor
@@ -33,7 +33,7 @@ from counterpoint.strategies.zero import Zero
 from counterpoint.world.mesh import Axis, Mesh
 
 PREFETCH_PASS = "prefetch"
-KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, GATHER_OUTPUTS_PASS, PREFETCH_PASS, OFFLOAD_PASS)
+KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, PARTITION_PASS, GATHER_OUTPUTS_PASS, PREFETCH_PASS, OFFLOAD_PASS)
 PASSES_WITH_SELECTORS = (RECOMPUTE_PASS, OFFLOAD_PASS)
 """Passes after whose name a colon and more may follow."""
 DEFAULT_PASSES = ("overlap",)
@@ -60,11 +60,12 @@ class Plan:
     Args:
         strategies: applied from left to right, each spreading the program over one more axis.
         num_microbatches: number of microbatches of one replica; data-parallel strategies multiply it.
-        passes: compiler passes, from ``overlap``, ``recompute``, ``gather_outputs``, ``prefetch`` and ``offload``.
-            ``recompute`` recomputes all blocks, ``recompute:*.attn`` those with matching module paths,
-            ``recompute:50%`` half of them. ``gather_outputs`` evaluates the loss once, on the outputs of the whole
-            batch. ``prefetch`` lets the gathers and reductions of ``zero(n, level=3)`` run during computations.
-            ``offload:state=disk`` keeps the optimizer state on disk between updates.
+        passes: compiler passes, from ``overlap``, ``recompute``, ``partition_activations``, ``gather_outputs``,
+            ``prefetch`` and ``offload``. ``recompute`` recomputes all blocks, ``recompute:*.attn`` those with matching
+            module paths, ``recompute:50%`` half of them. ``partition_activations`` keeps ``1/n`` of the inputs that
+            they are recomputed from on each rank of ``tensor(n)``. ``gather_outputs`` evaluates the loss once, on the
+            outputs of the whole batch. ``prefetch`` lets the gathers and reductions of ``zero(n, level=3)`` run during
+            computations. ``offload:state=disk`` keeps the optimizer state on disk between updates.
         precision: what the model computes in; None for the dtype of its parameters.
         compile: how ``torch.compile`` compiles what ranks run of the model; None to run it eagerly.
         source: the plan file and its lines, for errors; not compared.

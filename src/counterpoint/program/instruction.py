@@ -325,7 +325,11 @@ class ApplyPushes:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Free a tensor that was gathered or is no longer needed (FSDP: reshard). Text: ``free(weight3)``."""
+    """Free a tensor that was gathered or is no longer needed (FSDP: reshard). Text: ``free(weight3)``.
+
+    A rank that frees the input of a block, ``free(x3.0)``, and gathers it later, ``all_gather(x3.0)@0,1``, keeps its
+    part of it: the i-th of n equal parts of its bytes, if it is the i-th of n members.
+    """
 
     tensor: TensorRef
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from counterpoint.errors import ProgramError
 from counterpoint.program.execution_order import format_locations
-from counterpoint.program.instruction import Backward, Collective, Compute, Forward, Instruction, Recompute
+from counterpoint.program.instruction import (
+    Backward,
+    Collective,
+    Compute,
+    Forward,
+    Group,
+    Instruction,
+    Recompute,
+    TensorRef,
+)
 from counterpoint.program.program import Instructions
 
 
@@ -22,11 +31,14 @@ class RecomputeSet:
         recomputed: pairs whose forward saves only its inputs.
         input_recomputed: those of them whose inputs the previous recomputation produces, so that nothing is saved.
         microbatches_per_batch: in an asynchronous pipeline, the number of microbatches of a batch; else 0.
+        partitioned: the inputs of which each member of a group keeps a part, from where it frees them to where all
+            gather them.
     """
 
     recomputed: frozenset[tuple[int, int]] = frozenset()
     input_recomputed: frozenset[tuple[int, int]] = frozenset()
     microbatches_per_batch: int = 0
+    partitioned: Mapping[TensorRef, Group] = field(default_factory=dict)
 
     def key(self, block: int, micro: int) -> tuple[int, int]:
         """Return the pair under which a block and a microbatch are listed."""
@@ -60,7 +72,10 @@ def find_recomputed(instructions: Sequence[Instruction], microbatches_per_batch:
             if previous == replace(instruction, block=instruction.block - 1) and instruction.block - 1 not in summed:
                 input_recomputed.add(keys.key(instruction.block, instruction.micro))
         previous = instruction
-    return RecomputeSet(frozenset(recomputed), frozenset(input_recomputed), microbatches_per_batch)
+    partitioned = {
+        one.tensor: one.group for one in instructions if isinstance(one, Collective) and one.tensor.name == "x"
+    }
+    return RecomputeSet(frozenset(recomputed), frozenset(input_recomputed), microbatches_per_batch, partitioned)
 
 
 @dataclass(frozen=True, slots=True)

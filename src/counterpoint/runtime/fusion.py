@@ -282,7 +282,7 @@ def forward_only(instructions: Sequence[Instruction], microbatches_per_batch: in
             selected.append(instruction)
         elif (
             isinstance(instruction, Collective)
-            and instruction.op == "all_gather"
+            and (instruction.op, instruction.tensor.name) == ("all_gather", "weight")
             and _feeds_forward(instructions, _end_of(instructions, index, instruction), instruction.tensor)
         ):
             selected.append(instruction)
@@ -312,8 +312,10 @@ def _microbatch(instruction: Instruction) -> int:
 
 def _is_forward_path(instruction: Instruction) -> bool:
     """Return whether an instruction is a forward, or moves an activation, skip value, partial output or outputs."""
-    if isinstance(instruction, Send | Recv | Collective):
-        return instruction.tensor.name in {"x", "s", "y", "out"}
+    if isinstance(instruction, Collective):
+        return instruction.tensor.name in {"y", "out"}
+    if isinstance(instruction, Send | Recv):
+        return instruction.tensor.name in {"x", "s"}
     return isinstance(instruction, Forward)
 
 

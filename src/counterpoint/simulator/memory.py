@@ -136,15 +136,16 @@ def peak_memory_bytes(program: Program, size_of: SizeFn) -> tuple[int, ...]:
     """Return the peak memory of each rank in one step.
 
     A forward saves the outputs of the operators in its block until the backward; a forward that is recomputed saves
-    only the block's input. The gradient of a unit exists from its first backward, or its arrival on a server, to its
-    update or departure, as a shard once it has been reduce-scattered and freed; a delayed gradient is a second one. An
-    asynchronous server holds one gradient at a time. Parameters exist in as many versions as the rank program reads; an
-    optimizer keeps states of the parameters that its rank updates. Weights that are freed after use are gathered beside
-    the shard of them. Casts of weights live from the forward of each microbatch to its backward, as activations do, and
-    the gradients of casts exist twice while they are copied to the flat gradient that is communicated. A compression
-    codec with error feedback keeps two residuals, the present one and the one of the next step, and buffers for what it
-    sends and gathers. States that are offloaded take the memory of their buffers, until they are written again.
-    Temporary memory of operators inside a block is not in the program and not counted.
+    only the block's input, or a part of it that other ranks have the rest of. The gradient of a unit exists from its
+    first backward, or its arrival on a server, to its update or departure, as a shard once it has been reduce-scattered
+    and freed; a delayed gradient is a second one. An asynchronous server holds one gradient at a time. Parameters exist
+    in as many versions as the rank program reads; an optimizer keeps states of the parameters that its rank updates.
+    Weights that are freed after use are gathered beside the shard of them. Casts of weights live from the forward of
+    each microbatch to its backward, as activations do, and the gradients of casts exist twice while they are copied to
+    the flat gradient that is communicated. A compression codec with error feedback keeps two residuals, the present one
+    and the one of the next step, and buffers for what it sends and gathers. States that are offloaded take the memory
+    of their buffers, until they are written again. Temporary memory of operators inside a block is not in the program
+    and not counted.
 
     Args:
         program: a verified program.
@@ -214,6 +215,9 @@ def _bytes_per_instruction(instructions: Instructions, units: Sequence[_Unit], s
             if isinstance(instruction, Recompute) or key not in recompute_set.recomputed:
                 memory.saved_bytes[key] += memory.cast_bytes(users[instruction.block])
             saved_bytes += memory.saved_bytes[key]
+        for reader, num_bytes in _input_bytes(instruction, recompute_set, size_of):
+            saved_bytes += num_bytes - memory.saved_bytes.get(reader, 0)
+            memory.saved_bytes[reader] = num_bytes
         if not isinstance(instruction, Forward | Recompute):
             _update_memory(memory, instruction, users)
             resident_bytes = memory.resident_bytes
@@ -235,6 +239,18 @@ def _saved_bytes(instruction: Forward | Recompute, recompute_set: RecomputeSet, 
         if instruction.block > 0 and key not in recompute_set.input_recomputed
         else 0
     )
+
+
+def _input_bytes(
+    instruction: Instruction, recompute_set: RecomputeSet, size_of: SizeFn
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield the block and microbatch whose input is partitioned or gathered, with the bytes of it that a rank holds."""
+    if not isinstance(instruction, Free | Collective) or instruction.tensor not in recompute_set.partitioned:
+        return
+    tensor = instruction.tensor
+    if tensor.micro is not None:
+        num_parts = 1 if isinstance(instruction, Collective) else len(recompute_set.partitioned[tensor])
+        yield (tensor.blocks[0], tensor.micro), -(-size_of(tensor) // num_parts)
 
 
 def _temporary_bytes(instruction: Instruction, memory: _RankMemory, users: _Users) -> int:

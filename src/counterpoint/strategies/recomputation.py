@@ -20,6 +20,9 @@ RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("never", "except_last", "always")
 RECOMPUTE_PASS = "recompute"
 """Name of the pass; ``recompute:PATTERN`` and ``recompute:50%`` select blocks."""
 
+PARTITION_PASS = "partition_activations"
+"""Name of the pass after which each tensor-parallel rank keeps a part of what blocks are recomputed from."""
+
 PATTERN_SEPARATOR = "+"
 """Separates patterns; a block has to match one of them."""
 

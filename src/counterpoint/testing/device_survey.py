@@ -56,6 +56,7 @@ PLANS = (
     "pipeline(2, schedule=pipedream)",
     "pipeline(2, schedule=pipedream_2bw)",
     "tensor(2)",
+    "tensor(2) + recompute + partition_activations",
     "server(2)",
     "server(2, consistency=asp)",
     "pipeline(2) * data(2)",

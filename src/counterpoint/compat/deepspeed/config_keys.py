@@ -262,7 +262,7 @@ MODEL_KEYS = (
     _refused(
         "activation_checkpointing.partition_activations",
         "bool",
-        "pass passes=('overlap', 'recompute'), which keeps the inputs of blocks whole",
+        "write tensor(n), and pass passes=('overlap', 'recompute', 'partition_activations')",
     ),
     _refused(
         "activation_checkpointing.cpu_checkpointing",

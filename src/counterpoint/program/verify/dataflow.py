@@ -126,8 +126,8 @@ _LiveValue: TypeAlias = tuple[str, tuple[int, ...], int | None, int]
 """A value that a rank holds for a microbatch: kind, blocks, microbatch, consumer.
 
 The kind is ``v`` for the activations of an edge, ``d`` for what one consumer (the last number) adds to their gradient,
-``y`` or ``dx`` for a partial result of a block that is still to be summed, and ``Bi`` for what the input half of a
-backward leaves for the weight half.
+``y`` or ``dx`` for a partial result of a block that is still to be summed, ``part`` for what a rank keeps of an input
+that it frees, and ``Bi`` for what the input half of a backward leaves for the weight half.
 """
 _EdgesByBlock: TypeAlias = "dict[int, list[tuple[int, ...]]]"
 
@@ -143,6 +143,9 @@ class _Effects(NamedTuple):
 
 _NO_EFFECTS = _Effects()
 _OUTPUT_RULE = "the outputs of the last block are gathered, by all_gather, which is not split in two"
+_INPUT_RULE = (
+    "the input of a block is gathered from the parts of it that ranks keep, by all_gather, which is not split in two"
+)
 _PARTIAL_SUM_RULE = "only partial results are combined by a collective, and only by all_reduce"
 
 
@@ -222,7 +225,11 @@ class _Dataflow:
                 return self.send_effects(rank, tensor)
             case Free():
                 live_here = self.live_values(tensor)
-                return _Effects(live_here, live_here)
+                parts = [("part", tensor.blocks, tensor.micro, 0)] if tensor.name == "x" else ()
+                return _Effects(live_here, live_here, parts)
+            case Collective("all_gather", TensorRef("x"), phase=""):
+                parts = [("part", tensor.blocks, tensor.micro, 0)]
+                return _Effects(parts, parts, self.live_values(tensor))
             case Collective(op, TensorRef("out"), phase=phase):
                 outputs = [("v", self.output_edge, micro, 0) for micro in self.output_micros[rank]]
                 grads = [("d", self.output_edge, micro, self.last_block + 1) for micro in self.output_micros[rank]]
@@ -230,7 +237,8 @@ class _Dataflow:
                 return _Effects(outputs, outputs, grads, _OUTPUT_RULE if is_wrong else "")
             case Collective(phase=phase):
                 if tensor.name in ACTIVATIONS | ACTIVATION_GRADS:
-                    return _Effects(error=_PARTIAL_SUM_RULE)
+                    is_gather = (instruction.op, tensor.name) == ("all_gather", "x")
+                    return _Effects(error=_INPUT_RULE if is_gather else _PARTIAL_SUM_RULE)
                 summed = self.live_values(tensor) if phase != "wait" else ()
                 return _Effects(summed, summed, self.partial_sum(tensor) if phase != "start" else ())
 
@@ -360,11 +368,8 @@ def check_inputs_available(
             if error or (type(instruction) is Recv and not live.isdisjoint(produced)):
                 fact = error or "it is live already; each rank receives what it reads once"
                 raise rule_violation(rank_instructions, (rank, index), 4, fact)
-            if type(instruction) is Collective and instruction.tensor.name == "out":
-                micros = [micro for member in instruction.group for micro in dataflow.output_micros[member]]
-                _check_gathered_outputs(program, rank_instructions, (rank, index), instruction.group, micros)
-            elif type(instruction) is Collective and read:
-                _check_partial_sum(rank_instructions, (rank, index), instruction, program.rank_programs[rank].tp_degree)
+            if type(instruction) is Collective and (read or instruction.tensor.name == "out"):
+                _check_collective(program, rank_instructions, (rank, index), instruction, dataflow)
             live.difference_update(consumed)
             live.update(produced)
         _check_partials_consumed(rank_instructions, rank, live, dataflow)
@@ -416,6 +421,41 @@ def _check_gathered_outputs(
             4,
             f"its members have the outputs of microbatches {sorted(micros)}; a loss of the whole batch is evaluated on "
             f"each of {list(program.micros)} once, by ranks with the same shard of the model",
+        )
+
+
+def _check_collective(
+    program: Program,
+    rank_instructions: Sequence[Instructions],
+    location: tuple[int, int],
+    instruction: Collective,
+    dataflow: _Dataflow,
+) -> None:
+    """Check that the members of a collective of activations have what it combines."""
+    match instruction.tensor.name:
+        case "out":
+            micros = [micro for member in instruction.group for micro in dataflow.output_micros[member]]
+            _check_gathered_outputs(program, rank_instructions, location, instruction.group, micros)
+        case "x":
+            _check_gathered_input(program, rank_instructions, location, instruction)
+        case _:
+            tp_degree = program.rank_programs[location[0]].tp_degree
+            _check_partial_sum(rank_instructions, location, instruction, tp_degree)
+
+
+def _check_gathered_input(
+    program: Program, rank_instructions: Sequence[Instructions], location: tuple[int, int], instruction: Collective
+) -> None:
+    """Check that the members of a gathering hold one input each: they are all shards of one tensor-parallel group."""
+    tp_degree = program.rank_programs[location[0]].tp_degree
+    shards = [program.rank_programs[member].tp_rank for member in instruction.group]
+    if sorted(shards) != list(range(tp_degree)):
+        raise rule_violation(
+            rank_instructions,
+            location,
+            4,
+            f"its members are the shards {shards} of {tp_degree}; the parts of an input are those of the ranks of one "
+            "tensor-parallel group",
         )
 
 

@@ -569,7 +569,7 @@ class _SymbolicExecutor:
         if instruction.tensor.name == "out":  # the loss may have parameters, which are in the last block's units
             for unit in self.units_of[instruction.tensor.blocks[0]]:
                 self.read_version(rank, index, unit, 0)
-        if instruction.tensor.name in {"y", "dx", "out"}:
+        if instruction.tensor.name in {"y", "dx", "out", "x"}:
             return
         key = (self.groups.intern(instruction.group), instruction.tensor)
         arrived = self.arrived[key]

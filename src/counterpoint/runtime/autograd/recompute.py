@@ -68,7 +68,7 @@ class SavedForward:
         }
 
     def drop_inputs(self, recomputed: Collection[int]) -> None:
-        """Drop these inputs, which are recomputed before."""
+        """Drop these inputs, which are recomputed or gathered before."""
         pairs = zip(self.segment.inputs, self.leaves, strict=True)
         self.leaves = [None if value in recomputed else leaf for value, leaf in pairs]
 
@@ -76,7 +76,7 @@ class SavedForward:
         """Return the inputs as new leaves.
 
         Args:
-            recomputed: inputs that were just recomputed, by value.
+            recomputed: inputs that were just recomputed or gathered, by value.
         """
         pairs = zip(self.segment.inputs, self.leaves, strict=True)
         values = [recomputed[index] if leaf is None else leaf for index, leaf in pairs]

@@ -30,7 +30,9 @@ from counterpoint.partitioning.dry_run import add_location
 from counterpoint.partitioning.input_shapes import InputShapes
 from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_call_args
 from counterpoint.partitioning.seed_hooks import no_seed
+from counterpoint.program.instruction import TensorRef
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
+from counterpoint.runtime.autograd.partitioned_values import ValuePart, split_value
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_copies import BatchCopies, BatchPart, MicrobatchRead
 from counterpoint.runtime.batch_norm.mode import BatchNormState
@@ -180,6 +182,7 @@ class SegmentExecutor:
         self.last_loss: Sequence[Tensor] = ()  # kept, so that its freed graph is destroyed after the next forward
         self.batch_norm = batch_norm
         self.recompute_store = RecomputeStore()  # inputs of forwards that are recomputed
+        self.parts: dict[tuple[int, int], tuple[ValuePart, bool]] = {}  # of values, and whether these need a gradient
         self.by_first = {first: (stop, segment) for (first, stop), segment in model.segments.items()}
         self.by_stop = {stop: (first, segment) for (first, stop), segment in model.segments.items()}
         self.freed_by_backward = values_freed_by_backward(model.segments)
@@ -245,6 +248,7 @@ class SegmentExecutor:
             self.saved,
             self.deferred_jobs,
             self.recompute_store.saved,
+            self.parts,
             self.input_shapes,
             self.outputs,
             self.output_grads,
@@ -297,7 +301,7 @@ class SegmentExecutor:
         self.sync_running_stats(first, last, micro)
 
     def drop_recomputed_inputs(self, saved_forward: SavedForward, recomputed: Sequence[int], micro: int) -> None:
-        """Drop inputs that the recomputation of the previous block will produce, and which only this block reads."""
+        """Drop inputs that only this block reads, and that exist again before its recomputation."""
         saved_forward.drop_inputs(recomputed)
         for index in recomputed:
             self.values.pop((index, micro), None)
@@ -309,7 +313,7 @@ class SegmentExecutor:
         while block <= last and not self.is_empty(micro):
             stop, segment = self.by_first[block]
             with self.recompute_store.replay((block, micro)) as saved_forward:
-                leaves = saved_forward.make_leaves(produced)
+                leaves = saved_forward.make_leaves({**self.gathered_inputs(segment, micro), **produced})
                 outputs = self.run_segment(block, leaves, micro, version, saved_forward.buffers)
                 self.recompute_store.check_outputs(
                     saved_forward, outputs, self.describe_location(block, stop, micro, leaves)
@@ -317,6 +321,43 @@ class SegmentExecutor:
             self.saved[block, micro] = (leaves, outputs)
             produced = dict(zip(segment.outputs, outputs, strict=stop < self.model.num_blocks))
             block = stop
+
+    def keep_part(self, tensor: TensorRef, rank: int) -> None:
+        """Keep this rank's part of a block's input, which its group gathers before the block is recomputed."""
+        block, micro = tensor.blocks[0], tensor.micro
+        assert micro is not None, "the input of a microbatch"
+        if self.is_empty(micro):
+            return
+        group = self.recompute_store.recompute_set.partitioned[tensor]
+        for index in self.model.edge_values[block - 1, block]:
+            stored = self.values[index, micro]
+            part = split_value(stored.value, group.index(rank), len(group))
+            if part is not None:
+                self.parts[index, micro] = part, stored.requires_grad
+                self.drop_recomputed_inputs(self.recompute_store.saved[block, micro], [index], micro)
+
+    def allocate_inputs(self, tensor: TensorRef) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        """Yield for each input of a block, of which parts are kept, a buffer to gather them in, and their bounds.
+
+        The input is stored, in the memory of this buffer.
+        """
+        block, micro = tensor.blocks[0], tensor.micro
+        assert micro is not None, "the input of a microbatch"
+        for index in self.model.edge_values[block - 1, block]:
+            if (index, micro) in self.parts:
+                part, requires_grad = self.parts.pop((index, micro))
+                whole = part.allocate_whole()
+                self.values[index, micro] = StoredValue(part.view_value(whole), requires_grad)
+                yield whole, part.bounds
+
+    def gathered_inputs(self, segment: Segment, micro: int) -> dict[int, Tensor]:
+        """Return the stored inputs of a segment, by value."""
+        found = ((index, self.values.get((index, micro))) for index in segment.inputs)
+        return {
+            index: stored.value.detach().requires_grad_(stored.requires_grad)
+            for index, stored in found
+            if stored is not None
+        }
 
     def run_segment(
         self,

@@ -201,6 +201,12 @@ class RankCommunication:
         tensor_ref, group = instruction.tensor, instruction.group
         label = format_tensor_ref(tensor_ref)
         if tensor_ref.micro is not None:
+            if tensor_ref.name == "x":
+                buffers = enumerate(self.executor.allocate_inputs(tensor_ref))
+                return [
+                    (None, self.fabric.all_gather(f"{label}[{number}]", whole, bounds, group), instruction)
+                    for number, (whole, bounds) in buffers
+                ]
             block = tensor_ref.blocks[0]
             find = self.executor.partial_output if tensor_ref.name == "y" else self.executor.partial_input_grad
             tensor = find(block, tensor_ref.micro)
@@ -264,7 +270,7 @@ class RankCommunication:
             flat_params.own_grads.gather_rows(self.fabric, instruction, label)
 
     def free(self, tensor: TensorRef) -> None:
-        """Free gathered weights, a gradient that was used, or activations."""
+        """Free gathered weights, a gradient that was used, or activations, but for this rank's part of them."""
         if tensor.name in UNIT_TENSORS:
             for flat_params in self.store.units[tensor.blocks].flat_params:
                 if tensor.name == "weight":
@@ -273,6 +279,8 @@ class RankCommunication:
                     flat_params.drop_delayed_grad()
                 else:
                     flat_params.own_grads.free()
+        elif tensor in self.executor.recompute_store.recompute_set.partitioned:
+            self.executor.keep_part(tensor, self.fabric.rank)
         elif tensor.micro is not None:
             self.drop_values(tensor, tensor.micro)
 
