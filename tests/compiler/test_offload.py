@@ -7,6 +7,7 @@ import pytest
 from counterpoint.compiler.compile import storage_size_fn
 from counterpoint.compiler.offload import offload
 from counterpoint.errors import PlanError, ProgramError
+from counterpoint.model.spec import linear_chain
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Fetch, Offload, Update, state
 from counterpoint.program.text import format_program, parse_program
@@ -23,7 +24,7 @@ STEP = "F0.0 B0.0 commit@0 {} U0 {}"
 
 
 def offloaded(text):
-    return format_program(offload(parse_program(text), Offloading("disk")))
+    return format_program(offload(parse_program(text), Offloading("disk"), linear_chain(3)))
 
 
 def test_each_run_of_updates_has_its_states_around_it():
@@ -51,7 +52,8 @@ def test_servers_keep_their_state_in_memory(text):
 @pytest.mark.parametrize("name", ["offload", "offload:", "offload:state", "offload:state=tape", "offload:weight=disk"])
 def test_a_pass_that_does_not_say_what_and_where_to_is_refused(name):
     with pytest.raises(
-        PlanError, match=r"write offload:state=disk or offload:state=host, which keeps the optimizer state there"
+        PlanError,
+        match=r"does not say what is offloaded and where to.*; (did you mean|write) offload:state=(disk|host)",
     ):
         Plan(passes=(name,))
 
@@ -126,3 +128,82 @@ def test_the_plan_is_a_pure_rewrite_of_the_one_without():
     moved = compile_text("zero(2)", passes=(PASS,)).program
     plain = " ".join(word for word in format_program(moved).split(" ") if "(state" not in word)
     assert plain == format_program(compile_text("zero(2)").program)
+
+
+ACTIVATIONS = ("recompute", "offload:activations=disk")
+
+
+def test_inputs_are_read_during_the_computation_before_their_recomputation():
+    assert format_program(compile_text("solo", blocks=4, passes=ACTIVATIONS).program) == (
+        "F0.0 F1.0 offload(x1.0)>disk F2.0 offload(x2.0)>disk F3.0 fetch(x2.0)<disk B3.0 R2.0 fetch(x1.0)<disk B2.0 "
+        "R1.0 B1.0 R0.0 B0.0 commit@0 U0 U1 U2 U3"
+    )
+
+
+def test_forwards_that_are_recomputed_together_stay_one_call():
+    compiled = compile_text("pipeline(2, recompute=always)", m=2, blocks=4, passes=ACTIVATIONS[1:])
+    assert "x2.0<0 F2.0 F3.0 offload(x2.0)>disk fetch(x2.0)<disk R2.0 R3.0 B3.0" in format_program(compiled.program)
+    assert parse_program(format_program(compiled.program)) == compiled.program
+
+
+def test_state_and_activations_go_to_disk_together():
+    text = format_program(compile_text("solo", blocks=3, passes=(*ACTIVATIONS, PASS)).program)
+    assert "offload(x1.0)>disk" in text
+    assert "fetch(state0)<disk fetch(state1)<disk fetch(state2)<disk U0 U1 U2" in text
+
+
+def test_memory_has_the_input_that_is_written_and_those_that_are_read():
+    plain, moved = (compile_text("solo", blocks=8, passes=passes) for passes in (ACTIVATIONS[:1], ACTIVATIONS))
+    timelines = [memory_timeline(one.program, storage_size_fn(one.model, 1000))[0] for one in (plain, moved)]
+    size = plain.model.find_edge((0, 1)).num_bytes * 1000
+    words = [format_program(one.program).split() for one in (plain, moved)]
+    held = [line[text.index("F7.0") + 1] for line, text in zip(timelines, words, strict=True)]
+    assert held[0] - held[1] == 5 * size  # of six inputs, but for the last one, which is being written
+    read = timelines[1][words[1].index("fetch(x5.0)<disk") + 1] - timelines[1][words[1].index("R6.0") + 1]
+    assert read == size
+
+
+def test_the_time_of_inputs_is_their_bytes_by_the_bandwidth_of_the_disk():
+    plain, moved = (compile_text("solo", blocks=4, passes=passes) for passes in (ACTIVATIONS[:1], ACTIVATIONS))
+    cluster = Cluster(Device(disk_bytes_per_s=1e6))
+    step_s = [
+        simulate(one.program, analytic_costs(one.model, cluster, storage_size_fn(one.model, 2))).step_s
+        for one in (plain, moved)
+    ]
+    assert step_s[1] - step_s[0] == pytest.approx(4 * plain.model.find_edge((0, 1)).num_bytes * 2 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("text", "passes", "message"),
+    [
+        (
+            "solo",
+            ACTIVATIONS[1:],
+            "but nothing is recomputed; add the pass recompute, or give the pipeline recompute=a",
+        ),
+        ("solo", ("recompute", "offload:activation=disk"), "did you mean offload:activations=disk"),
+        ("solo", ("recompute", "offload:activations=dsk"), "did you mean offload:activations=disk"),
+        ("solo", (*ACTIVATIONS, ACTIVATIONS[1]), "both say what is offloaded"),
+        ("tensor(2)", (*ACTIVATIONS, "partition_activations"), "both say where the inputs are that blocks"),
+        ("pipedream(2, recompute=always)", ACTIVATIONS[1:], "offload:activations is not available; drop it"),
+    ],
+)
+def test_activations_that_cannot_be_offloaded_are_refused(text, passes, message):
+    with pytest.raises(PlanError, match=message):
+        compile_text(text, blocks=4, passes=passes)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead", "message"),
+    [
+        ("fetch(x1.0)<disk", "", "x1.0 is not live here"),
+        ("fetch(x1.0)<disk", "fetch(x1.0)<host", "the copy in host memory of x1.0 is not live here"),
+        ("offload(x1.0)>disk", "", "the copy on disk of x1.0 is not live here"),
+        ("F1.0 offload(x1.0)>disk", "offload(x1.0)>disk F1.0", "x1.0 is not live here"),
+    ],
+)
+def test_an_input_that_is_not_in_memory_is_found(words, instead, message):
+    text = format_program(compile_text("solo", blocks=3, passes=ACTIVATIONS).program)
+    with pytest.raises(ProgramError, match=message) as caught:
+        verify(parse_program(text.replace(words, instead).replace("  ", " ")))
+    assert caught.value.rule == 4

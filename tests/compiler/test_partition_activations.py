@@ -87,8 +87,8 @@ def test_what_makes_no_sense_is_refused(text, passes, message):
 DAMAGE = [
     ("not gathered", "all_gather(x1.0)@0,1", "", "x1.0 is not live here"),
     ("gathered too late", "all_gather(x1.0)@0,1 R1.0", "R1.0 all_gather(x1.0)@0,1", "x1.0 is not live here"),
-    ("gathered twice", "all_gather(x1.0)@0,1", "all_gather(x1.0)@0,1 all_gather(x1.0)@0,1", "part1.0 is not live he"),
-    ("not kept", "free(x1.0)", "", "part1.0 is not live here"),
+    ("gathered twice", "all_gather(x1.0)@0,1", "all_gather(x1.0)@0,1 all_gather(x1.0)@0,1", "the part of x1.0 is not live"),
+    ("not kept", "free(x1.0)", "", "the part of x1.0 is not live"),
     ("freed too early", "F1.0 free(x1.0)", "free(x1.0) F1.0", "x1.0 is not live here"),
     ("summed", "all_gather(x1.0)@0,1", "all_reduce(x1.0)@0,1", "only partial results are combined"),
     ("halved", "all_gather(x1.0)@0,1", "all_gather_start(x1.0)@0,1 all_gather_wait(x1.0)@0,1", "not split in two"),

@@ -44,12 +44,12 @@ def test_sliced_layers_are_recomputed_without_their_sums(strategy):
     assert parity.check_parity("mlp", strategy).worst <= TOLERANCE
 
 
-def train_with(name, strategy, *passes):
+def train_with(name, strategy, *passes, **options):
     """Return losses and parameters of a few steps under a plan with further passes."""
     plan, model_case = plan_for(strategy, 4), make_parity_model(name)
     model = model_case.build()
     plan = replace(plan, passes=(*plan.passes, *passes))
-    with cp.parallelize(model, ADAMW(model.parameters()), model_case.loss, strategy=plan, seed=3) as step:
+    with cp.parallelize(model, ADAMW(model.parameters()), model_case.loss, strategy=plan, seed=3, **options) as step:
         losses = [float(step(inputs, targets)) for inputs, targets in model_case.batches]
     return losses, params_of(model)
 
@@ -71,6 +71,34 @@ def test_what_is_recomputed_from_partitioned_inputs_has_the_same_bits(name, stra
     found_losses, found = train_with(name, strategy, "partition_activations")
     assert found_losses == losses
     assert equal_bits(found, params)
+
+
+@pytest.mark.long(
+    quick=[
+        "solo + recompute-mlp",
+        "pipeline(2, recompute=always)-gpt",
+        "zero(2, level=3) + overlap + recompute + prefetch-mlp",
+    ]
+)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "solo + recompute",
+        "data(2) + overlap + recompute",
+        "zero(2, level=3) + overlap + recompute + prefetch",
+        "pipeline(2) + recompute",
+        "pipeline(2, recompute=always)",
+        "pipeline(2, schedule=zero_bubble) + recompute",
+        "tensor(2) + recompute",
+    ],
+)
+def test_what_is_recomputed_from_inputs_on_disk_has_the_same_bits(name, strategy, tmp_path):
+    losses, params = train_with(name, strategy)
+    found_losses, found = train_with(name, strategy, "offload:activations=disk", offload_folder=tmp_path)
+    assert found_losses == losses
+    assert equal_bits(found, params)
+    assert parity.check_parity(name, strategy).worst <= TOLERANCE
 
 
 @pytest.mark.long(quick=["except_last"])

@@ -38,6 +38,10 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3_2_reshard_off": ("zero3(2, reshard_after_forward=off)", {"m": 2}),
     "zero3_2_prefetch": ("zero3(2)", {"m": 2, "blocks": 3, "passes": ("overlap", "prefetch")}),
     "zero2_2_offload": ("zero2(2)", {"passes": ("overlap", "offload:state=disk")}),
+    "pipeline_2_offload_activations": (
+        "pipeline(2)",
+        {"m": 2, "blocks": 4, "passes": ("recompute", "offload:activations=disk")},
+    ),
     "zero3_2_offload_host": ("zero3(2)", {"passes": ("offload:state=host",)}),
     "zero3_2_tied": ("zero3(2)", {"tied": True}),
     "pipeline_4": ("pipeline(4)", {"m": 4, "blocks": 4}),

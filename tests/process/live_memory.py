@@ -99,17 +99,18 @@ NUM_ROWS = 4096
 """So many that activations are much larger than weights."""
 
 
-def measure_activations(plan, passes):
+def measure_activations(plan, passes, folder=None):
     """Return for each tuple of passes what is live during the last forward, and what is predicted, in inputs of blocks.
 
     Args:
         plan: text.
         passes: of each measurement.
+        folder: of activations on disk.
     """
-    return [measure_at_loss(replace(Plan.parse(plan), passes=tuple(one))) for one in passes]
+    return [measure_at_loss(replace(Plan.parse(plan), passes=tuple(one)), folder) for one in passes]
 
 
-def measure_at_loss(plan):
+def measure_at_loss(plan, folder):
     found = []
 
     def loss(output, target):
@@ -120,7 +121,8 @@ def measure_at_loss(plan):
     width = 64
     model = nn.Sequential(*(layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(width, width), nn.GELU())))
     x, y = torch.randn(NUM_ROWS, width), torch.randn(NUM_ROWS, width)
-    with cp.parallelize(model, torch.optim.SGD(model.parameters()), loss, strategy=plan, environment=detect()) as step:
+    options = {"strategy": plan, "environment": detect(), "offload_folder": folder}
+    with cp.parallelize(model, torch.optim.SGD(model.parameters()), loss, **options) as step:
         before = live_bytes()
         step(x, y)
         step(x, y)

@@ -106,3 +106,14 @@ def test_partitioned_activations_take_as_much_less_as_predicted():
         (live, predicted), (live_parts, predicted_parts) = measured
         assert live - live_parts == pytest.approx(predicted - predicted_parts, rel=0.02)
         assert predicted - predicted_parts >= 2
+
+
+def test_activations_on_disk_take_as_much_less_as_predicted(tmp_path):
+    """The one that is being written may be on disk already."""
+    passes = [("recompute",), ("recompute", "offload:activations=disk")]
+    (measured,) = run_forked(measure_activations, ranks=1, args=["solo", passes, str(tmp_path)])
+    assert isinstance(measured, list), measured
+    (live, predicted), (live_rest, predicted_rest) = measured
+    saved = predicted - predicted_rest
+    assert saved == 5
+    assert saved - 0.02 <= live - live_rest <= saved + 1.02

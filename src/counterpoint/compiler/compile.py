@@ -163,8 +163,8 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         cost = add_counted_bytes(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
     if plan.offloading is not None:
         with plan_error_at(plan.source, "passes"):
-            require_offloadable(plan, program)
-        program = offload(program, plan.offloading)
+            require_offloadable(plan, program, plan.offloading)
+        program = offload(program, plan.offloading, refined)
     require_sums_in_narrow_dtype(plan, program, cost, refined)
     require_shards_of_masters(plan, program, refined)
     symbolic = SymbolicResult()

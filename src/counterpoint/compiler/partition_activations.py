@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
+from counterpoint.compiler.recompute import move_kept_inputs
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan.plan import Plan
-from counterpoint.program.fusion import fuses_with
-from counterpoint.program.instruction import Collective, Forward, Free, Instruction, Recompute, TensorRef
+from counterpoint.program.instruction import Collective, Free
 from counterpoint.program.program import Instructions, Program
-from counterpoint.program.recompute_sets import find_recomputed
 from counterpoint.strategies.recomputation import PARTITION_PASS
 
 
@@ -45,8 +43,7 @@ def partition_activations(program: Program, model: ModelSpec, plan: Plan) -> Pro
     partitioned = replace(
         program,
         rank_programs=tuple(
-            replace(rank_program, body=tuple(_keep_parts(rank_program.body, model)))
-            for rank_program in program.rank_programs
+            replace(rank_program, body=_keep_parts(rank_program.body, model)) for rank_program in program.rank_programs
         ),
     )
     if partitioned == program:
@@ -75,32 +72,10 @@ def _require_partitionable(program: Program, plan: Plan) -> None:
         )
 
 
-def _keep_parts(body: Instructions, model: ModelSpec) -> Iterator[Instruction]:
-    """Yield a rank's instructions with a free after the forward that reads an input, and a gathering before it again.
-
-    Adjacent forwards that are recomputed together stay adjacent: the free comes after the last one.
-    """
-    found = find_recomputed(body)
+def _keep_parts(body: Instructions, model: ModelSpec) -> Instructions:
+    """Return a rank's instructions with a free after each forward that reads an input, and a gathering."""
     groups = (one.group for one in body if isinstance(one, Collective) and one.tensor.name in {"y", "dx"})
     group = next(groups, None)  # the ranks with the same inputs
-    inputs = {
-        key: TensorRef("x", (key[0],), key[1])
-        for key in found.recomputed - found.input_recomputed
-        if group is not None and model.find_edge((key[0] - 1, key[0])) is not None
-    }
-    read: TensorRef | None = None  # the input that the last forward, or the run of forwards that it ends, has read
-    previous: Instruction | None = None
-    for instruction in body:
-        key = (instruction.block, instruction.micro) if isinstance(instruction, Forward | Recompute) else None
-        continues = key in found.input_recomputed and previous is not None and fuses_with(previous, instruction)
-        if read is not None and not continues:
-            yield Free(read)
-            read = None
-        if isinstance(instruction, Recompute) and key in inputs and group is not None:
-            yield Collective("all_gather", inputs[key], group)
-        yield instruction
-        if isinstance(instruction, Forward) and key in inputs:
-            read = inputs[key]
-        previous = instruction
-    if read is not None:
-        yield Free(read)
+    if group is None:
+        return body
+    return move_kept_inputs(body, model, lambda tensor: (Free(tensor), Collective("all_gather", tensor, group)))

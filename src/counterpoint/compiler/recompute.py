@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from counterpoint.model.spec import ModelSpec
+from counterpoint.program.fusion import fuses_with
 from counterpoint.program.instruction import (
     ACTIVATION_GRADS,
     Backward,
     Collective,
+    Compute,
     Forward,
     Instruction,
     Recompute,
@@ -19,6 +22,7 @@ from counterpoint.program.instruction import (
     TensorRef,
 )
 from counterpoint.program.program import Instructions, Program
+from counterpoint.program.recompute_sets import find_recomputed
 from counterpoint.program.rewrite import map_parts
 from counterpoint.strategies.recomputation import Recomputation
 
@@ -42,6 +46,59 @@ def recompute(program: Program, policy: Recomputation, blocks: Collection[int]) 
     return replace(
         program, rank_programs=tuple(map_parts(rank_program, rewrite) for rank_program in program.rank_programs)
     )
+
+
+def move_kept_inputs(
+    body: Instructions,
+    model: ModelSpec,
+    moves: Callable[[TensorRef], tuple[Instruction, Instruction]],
+    *,
+    is_early: bool = False,
+) -> Instructions:
+    """Return a rank's instructions in which the inputs that blocks are recomputed from are elsewhere until then.
+
+    What the previous recomputation produces is not kept at all, and what later blocks read over skip connections stays.
+    Adjacent forwards that are recomputed together stay adjacent: their input goes after the last one.
+
+    Args:
+        body: with recomputation.
+        model: with the blocks of the program.
+        moves: from an input to what lets it go after the forward that reads it, and what lets it come back.
+        is_early: whether it comes back before the computation that precedes the recomputation.
+    """
+    found = find_recomputed(body)
+    inputs = {
+        key: TensorRef("x", (key[0],), key[1])
+        for key in found.recomputed - found.input_recomputed
+        if model.find_edge((key[0] - 1, key[0])) is not None
+    }
+    result: list[Instruction] = []
+    read: TensorRef | None = None  # the input that the last forward, or the run of forwards that it ends, has read
+    for previous, instruction in zip((None, *body), body, strict=False):
+        key = (instruction.block, instruction.micro) if isinstance(instruction, Forward | Recompute) else None
+        continues = key in found.input_recomputed and previous is not None and fuses_with(previous, instruction)
+        if read is not None and not continues:
+            result.append(moves(read)[0])
+            read = None
+        if isinstance(instruction, Recompute) and key in inputs:
+            let_go, come_back = moves(inputs[key])
+            result.insert(_before_computation(result, let_go) if is_early else len(result), come_back)
+        result.append(instruction)
+        if isinstance(instruction, Forward) and key in inputs:
+            read = inputs[key]
+    return (*result, *(moves(read)[:1] if read is not None else ()))
+
+
+def _before_computation(instructions: Sequence[Instruction], barrier: Instruction) -> int:
+    """Return the index of the last run of computations that is executed as one, or of what follows a barrier."""
+    for index in range(len(instructions) - 1, -1, -1):
+        if instructions[index] == barrier:
+            return index + 1
+        if isinstance(instructions[index], Compute):
+            while index > 0 and fuses_with(instructions[index - 1], instructions[index]):
+                index -= 1
+            return index
+    return len(instructions)
 
 
 def _insert_recomputation(

@@ -65,7 +65,8 @@ class Plan:
             module paths, ``recompute:50%`` half of them. ``partition_activations`` keeps ``1/n`` of the inputs that
             they are recomputed from on each rank of ``tensor(n)``. ``gather_outputs`` evaluates the loss once, on the
             outputs of the whole batch. ``prefetch`` lets the gathers and reductions of ``zero(n, level=3)`` run during
-            computations. ``offload:state=disk`` keeps the optimizer state on disk between updates.
+            computations. ``offload:state=disk`` keeps the optimizer state on disk between updates, and
+            ``offload:activations=disk`` the inputs that blocks are recomputed from until then.
         precision: what the model computes in; None for the dtype of its parameters.
         compile: how ``torch.compile`` compiles what ranks run of the model; None to run it eagerly.
         source: the plan file and its lines, for errors; not compared.
@@ -155,11 +156,17 @@ class Plan:
             raise PlanError(f"{' and '.join(requests)} both say what is recomputed; drop one of the two")
 
     def _require_one_offloading(self) -> None:
-        names = [name for name in self.passes if name.partition(":")[0] == OFFLOAD_PASS]
-        for name in names:
-            Offloading.from_pass(name)
-        if len(names) > 1:
-            raise PlanError(f"the passes {' and '.join(names)} both say what is offloaded; drop one of the two")
+        offloading = self.offloading
+        if offloading is not None and offloading.activations and self.recomputation is None:
+            raise PlanError(
+                f"offload:activations={offloading.activations} offloads the inputs that blocks are recomputed from, "
+                "but nothing is recomputed; add the pass recompute, or give the pipeline recompute=always"
+            )
+        if offloading is not None and offloading.activations and PARTITION_PASS in self.passes:
+            raise PlanError(
+                f"the passes {PARTITION_PASS} and offload:activations={offloading.activations} both say where the "
+                "inputs are that blocks are recomputed from; drop one of the two"
+            )
 
     def __str__(self) -> str:
         """Write the strategies as :meth:`parse` reads them.
@@ -211,8 +218,8 @@ class Plan:
     @property
     def offloading(self) -> Offloading | None:
         """What a pass offloads; None for nothing."""
-        names = (name for name in self.passes if name.partition(":")[0] == OFFLOAD_PASS)
-        return next((Offloading.from_pass(name) for name in names), None)
+        names = [name for name in self.passes if name.partition(":")[0] == OFFLOAD_PASS]
+        return Offloading.from_passes(names) if names else None
 
     @property
     def granularity(self) -> Granularity:

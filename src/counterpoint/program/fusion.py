@@ -44,5 +44,6 @@ def fuses_with(previous: Instruction, instruction: Instruction) -> bool:
             previous.tensor.name,
         )
         return same_arguments and instruction.phase == previous.phase == "" and instruction.tensor.micro is None
-    one_call = isinstance(instruction, Update | ApplyPushes | Fetch | Offload)
-    return one_call and type(instruction) is type(previous)
+    if isinstance(previous, Fetch | Offload) and isinstance(instruction, Fetch | Offload):
+        return type(instruction) is type(previous) and previous.tensor.name == instruction.tensor.name == "state"
+    return isinstance(instruction, Update | ApplyPushes) and type(instruction) is type(previous)

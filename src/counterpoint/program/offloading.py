@@ -1,5 +1,7 @@
 """Offloaded optimizer state: which units have some, and through how much memory it is read and written.
 
+What is offloaded of activations is a value of the dataflow, which :mod:`counterpoint.program.verify.dataflow` follows.
+
 State is kept in chunks. While a rank updates one chunk, the next one is read and the one before written, each in a
 buffer of its own::
 
@@ -33,7 +35,8 @@ def offloaded_units(instructions: Iterable[Instruction]) -> frozenset[Unit]:
         >>> offloaded_units(map(parse_instruction, "fetch(state0)<disk U0 offload(state0)>disk U1".split()))
         frozenset({(0,)})
     """
-    return frozenset(one.tensor.blocks for one in instructions if isinstance(one, Fetch | Offload))
+    moves = (one for one in instructions if isinstance(one, Fetch | Offload))
+    return frozenset(one.tensor.blocks for one in moves if one.tensor.name == "state")
 
 
 def check_offloads(rank_instructions: Sequence[Instructions]) -> None:
@@ -62,6 +65,8 @@ def _move(
 ) -> str:
     """Move a state or use it; return what is wrong, or ""."""
     match instruction:
+        case Fetch(tensor) | Offload(tensor) if tensor.name != "state":
+            pass
         case Fetch(tensor, place):
             if tensor.blocks in fetched:
                 return "this state is fetched already"

@@ -10,9 +10,11 @@ from counterpoint.program.instruction import (
     Backward,
     Collective,
     Compute,
+    Fetch,
     Forward,
     Free,
     Instruction,
+    Offload,
     Recompute,
     Recv,
     Send,
@@ -107,7 +109,7 @@ def shift_microbatch(instruction: Instruction, by: int) -> Instruction:
     match instruction:
         case Forward() | Recompute() | Backward():
             return replace(instruction, micro=instruction.micro + by)
-        case Send(tensor) | Recv(tensor) | Free(tensor) | Collective(_, tensor):
+        case Send(tensor) | Recv(tensor) | Free(tensor) | Fetch(tensor) | Offload(tensor) | Collective(_, tensor):
             if tensor.micro is None:
                 return instruction
             return replace(instruction, tensor=TensorRef(tensor.name, tensor.blocks, tensor.micro + by))

@@ -236,7 +236,7 @@ def _instruction_signature(instruction: Instruction, first: int) -> Hashable:  #
         case Pull() | Free():
             return type(instruction), _tensor_signature(instruction.tensor, first)
         case Fetch() | Offload():
-            return (instruction,)
+            return type(instruction), _tensor_signature(instruction.tensor, first), instruction.place
         case Recompute():
             return "R", instruction.block, instruction.micro - first, instruction.version
         case Commit(group, own):

@@ -55,7 +55,7 @@ _INSTRUCTION = re.compile(
     rf"|(?:(?P<push_op>push_no_reply|push)(?=\S*>)(?::(?P<push_codec>{CODEC_PATTERN}))?|pull(?=\S*<))\((?P<ps_tensor>{_TENSOR_REF})\)[<>](?P<server>\d+)$"
     rf"|(?:apply_and_reply(?::(?P<staleness>\d+))?|(?P<apply>apply)|elastic_average:(?P<alpha>{ALPHA_PATTERN}))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|free\((?P<freed>{_TENSOR_REF})\)$"
-    rf"|(?P<moved>fetch(?=\S*<)|offload(?=\S*>))\(state(?P<moved_unit>{_UNIT})\)[<>](?P<place>{'|'.join(get_args(OffloadPlace))})$"
+    rf"|(?P<moved>fetch(?=\S*<)|offload(?=\S*>))\((?P<moved_tensor>state{_UNIT}|x\d+\.\+?\d+)\)[<>](?P<place>{'|'.join(get_args(OffloadPlace))})$"
     rf"|(?P<message_tensor>{_TENSOR_REF})(?::(?P<message_codec>{CODEC_PATTERN}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
 _TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|out|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
@@ -158,9 +158,9 @@ def format_instruction(instruction: Instruction, *, relative: bool = False) -> s
         case Free(tensor):
             return f"free({format_tensor_ref(tensor, relative=relative)})"
         case Fetch(tensor, place):
-            return f"fetch({format_tensor_ref(tensor)})<{place}"
+            return f"fetch({format_tensor_ref(tensor, relative=relative)})<{place}"
         case Offload(tensor, place):
-            return f"offload({format_tensor_ref(tensor)})>{place}"
+            return f"offload({format_tensor_ref(tensor, relative=relative)})>{place}"
         case _:
             assert_never(instruction)
 
@@ -306,7 +306,9 @@ def _parse_message(match: re.Match[str]) -> Instruction:
         return Free(parse_tensor_ref(match["freed"]))
     if match["moved"]:
         move = Fetch if match["moved"] == "fetch" else Offload
-        return move(state(parse_unit(match["moved_unit"])), cast("OffloadPlace", match["place"]))
+        text = match["moved_tensor"]
+        tensor = state(parse_unit(text[5:])) if text.startswith("state") else parse_tensor_ref(text)
+        return move(tensor, cast("OffloadPlace", match["place"]))
     make = Send if match["arrow"] == ">" else Recv
     tensor = parse_tensor_ref(match["message_tensor"])
     return make(tensor, _parse_number(match["peer"]), _check_gradient_codec(match, match["message_codec"], tensor))

@@ -126,6 +126,8 @@ RuntimeCall: TypeAlias = (
     | Push
     | Pull
     | Free
+    | Fetch
+    | Offload
 )
 
 
@@ -176,8 +178,8 @@ def shift_call(call: RuntimeCall, num_microbatches: int) -> RuntimeCall:
                     cast("Collective", shift_microbatch(instruction, num_microbatches)) for instruction in instructions
                 )
             )
-        case Send() | Recv() | Free():
-            return cast("Send | Recv | Free", shift_microbatch(call, num_microbatches))
+        case Send() | Recv() | Free() | Fetch() | Offload():
+            return cast("Send | Recv | Free | Fetch | Offload", shift_microbatch(call, num_microbatches))
         case UpdateRun() | ApplyPushesRun() | Commit() | SwapGradBuffers() | Push() | Pull():
             return call
         case FetchRun() | OffloadRun():
@@ -224,10 +226,10 @@ def _fuse_run(instructions: Sequence[Instruction]) -> RuntimeCall:
             return ApplyPushesRun(
                 tuple(instruction for instruction in instructions if isinstance(instruction, ApplyPushes))
             )
-        case Fetch() | Offload():
+        case Fetch() | Offload() if first.tensor.name == "state":
             units = tuple(one.tensor.blocks for one in instructions if isinstance(one, Fetch | Offload))
             return FetchRun(units) if isinstance(first, Fetch) else OffloadRun(units)
-        case Commit() | SwapGradBuffers() | Send() | Recv() | Push() | Pull() | Free():
+        case Commit() | SwapGradBuffers() | Send() | Recv() | Push() | Pull() | Free() | Fetch() | Offload():
             return first
 
 

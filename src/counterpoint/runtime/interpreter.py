@@ -32,7 +32,19 @@ from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.shm.magnitudes import find_magnitudes, magnitude_tensor
 from counterpoint.model.spec import Unit
-from counterpoint.program.instruction import Collective, Commit, Forward, Free, Pull, Push, Recv, Send, SwapGradBuffers
+from counterpoint.program.instruction import (
+    Collective,
+    Commit,
+    Fetch,
+    Forward,
+    Free,
+    Offload,
+    Pull,
+    Push,
+    Recv,
+    Send,
+    SwapGradBuffers,
+)
 from counterpoint.program.recompute_sets import find_recomputed
 from counterpoint.program.text import format_tensor_ref
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradQueue
@@ -95,6 +107,7 @@ from counterpoint.runtime.loss.loss_check import LateLossCheck
 from counterpoint.runtime.loss.loss_reduction import PartTotal
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale, LossScaler
 from counterpoint.runtime.microbatches import LossFactors, MicrobatchSource, commit_scope, compute_loss_factors
+from counterpoint.runtime.offload.offloaded_inputs import OffloadedInputs
 from counterpoint.runtime.optimizer_spec import squared_norm, squared_norm_tensor
 from counterpoint.runtime.params.grad_check import DeviceGradReport
 from counterpoint.runtime.params.param_store import ParamStore
@@ -125,7 +138,12 @@ class Interpreter:
         unused_params: what a commit does about parameters without a gradient.
         replica_groups: the groups of ranks whose weights are compared.
         decides_on_device: whether commits may leave their decision on the device; the same on all ranks.
+
+    Attributes:
+        offloaded_inputs: where the inputs of blocks that are recomputed are on disk; None if they stay in memory.
     """
+
+    offloaded_inputs: OffloadedInputs | None = None
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
         self,
@@ -194,6 +212,7 @@ class Interpreter:
         self.executor = SegmentExecutor(
             self.model, self.store, self.rng, queue, self.batch_norm, accelerator=self.accelerator
         )
+        self.executor.offloaded_inputs = self.offloaded_inputs
         self.executor.copies = None if self.copy_stream is None else self.make_batch_copies(self.copy_stream)
         self.communication = RankCommunication(
             self.fabric, self.executor, self.store, self.compressed_contributions, self.buckets
@@ -427,10 +446,8 @@ class Interpreter:
                 self.swap_grad_buffers(unit)
             case UpdateRun(units):
                 self.update(units)
-            case FetchRun(units):
-                self.fetch(units)
-            case OffloadRun(units):
-                self.store.offload(units)
+            case FetchRun() | OffloadRun() | Fetch() | Offload():
+                self.move_offloaded(call)
             case Free(tensor):
                 self.communication.free(tensor)
             case Push():
@@ -439,6 +456,20 @@ class Interpreter:
                 set_weights(self.store.units[tensor.blocks], self.fabric.recv(peer, format_tensor_ref(tensor)))
             case ApplyPushesRun(instructions):
                 self.server_loop.apply_and_reply(instructions)
+
+    def move_offloaded(self, call: FetchRun | OffloadRun | Fetch | Offload) -> None:
+        """Fetch or offload optimizer state, or the input of a block."""
+        match call:
+            case FetchRun(units):
+                self.fetch(units)
+            case OffloadRun(units):
+                self.store.offload(units)
+            case Fetch() | Offload():
+                self.executor.move_input(call)
+
+    def use_offloaded_inputs(self, inputs: OffloadedInputs) -> None:
+        """Keep the inputs of blocks that are recomputed on disk."""
+        self.offloaded_inputs = self.executor.offloaded_inputs = inputs
 
     def run_collectives(self, instructions: Sequence[Collective]) -> None:
         """Run collectives of one phase: blocking ones, or the start of one, or the wait for one."""

@@ -59,6 +59,7 @@ from counterpoint.runtime.gradient_hooks import is_linear_hook
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
+from counterpoint.runtime.offload.offloaded_inputs import InputOffloadConfig, OffloadedInputs
 from counterpoint.runtime.offload.offloaded_state import OffloadConfig, OffloadedState
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues
@@ -101,6 +102,7 @@ class RunSpec:
         read_dtypes: of parameters that the model reads in a narrower dtype, if they are freed after use or held in it.
         holds_casts: whether ranks hold these in that dtype, with master weights of what they update.
         offload: how optimizer state is offloaded; None if it stays in memory.
+        input_offload: how the inputs of recomputed blocks are offloaded; None if they stay in memory.
         rounds_stochastically: whether updated weights in bf16 are rounded so.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
         scaling_code: code of the model whose gradients are not proportional to those of its outputs; empty for none.
@@ -128,6 +130,7 @@ class RunSpec:
     scaling_code: str = ""
     holds_casts: bool = False
     offload: OffloadConfig | None = None
+    input_offload: InputOffloadConfig | None = None
 
     @property
     def max_target_elements(self) -> int | None:
@@ -235,8 +238,15 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         replica_groups=replica_groups(run_spec, run_spec.step_variants[-1]),
         decides_on_device=can_decide_on_device(run_spec, model, accelerator),
     )
-    store.open_offloaded(interpreter.optimizer_groups())
+    open_offloaded(interpreter, run_spec, rank)
     return RankRuntime(interpreter, lambda: bind_segments(run_spec, partition, rank_program.body, training=False))
+
+
+def open_offloaded(interpreter: Interpreter, run_spec: RunSpec, rank: int) -> None:
+    """Let a rank's optimizer state, and the inputs of what it recomputes, be where the plan offloads them."""
+    interpreter.store.open_offloaded(interpreter.optimizer_groups())
+    if run_spec.input_offload is not None:
+        interpreter.use_offloaded_inputs(OffloadedInputs(run_spec.input_offload, rank))
 
 
 def make_offloaded(config: OffloadConfig | None, rank: int) -> OffloadedState | HostState | None:

@@ -79,7 +79,7 @@ class CostModel(Protocol):
         ...
 
     def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
-        """Return how long a fraction of a unit's optimizer state takes to or from where it is offloaded."""
+        """Return how long a fraction of a unit's state, or a block's input, takes to or from where it is offloaded."""
         ...
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:
@@ -204,7 +204,7 @@ class AnalyticCosts:
         return 0.0
 
     def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
-        """Return the bytes of the state on the disk, or those that travel between host and device, by the bandwidth."""
+        """Return the bytes on the disk, or those that travel between host and device, by the bandwidth."""
         unit, device = instruction.tensor.blocks, self.cluster.device
         if instruction.place == "disk":
             return self.size_of(instruction.tensor) * float(fraction) / device.disk_bytes_per_s

@@ -161,7 +161,8 @@ class _InstructionTimer:
                 extra_s = passes * self.costs.memory_pass_s(instruction)
                 return (0.0, 0.0, CpuDemand(extra_s, memory_s=extra_s)) if passes else _NO_TIME
             case Fetch() | Offload():
-                fraction = self.grad_fractions.get(instruction.tensor.blocks, WHOLE)
+                is_state = instruction.tensor.name == "state"
+                fraction = self.grad_fractions.get(instruction.tensor.blocks, WHOLE) if is_state else WHOLE
                 seconds = self.costs.offload_s(instruction, fraction)
                 return seconds, 0.0, CpuDemand(seconds)
             case ApplyPushes() | SwapGradBuffers():

@@ -85,6 +85,7 @@ class _RankMemory:
         self.fetched: set[_Unit] = set()
         self.codec_buffers: dict[Collective | Send | Push, int] = {}
         self.saved_bytes: dict[tuple[int, int], int] = {}
+        self.written: tuple[int, int] | None = None  # the input that is being written to disk, from memory
         self.totals: defaultdict[int, int] = defaultdict(int)
 
     def cast_bytes(self, units: Iterable[_Unit]) -> int:
@@ -182,9 +183,10 @@ def _signature(instruction: Instruction) -> tuple[object, ...]:  # noqa: PLR0911
             return "B", block, part, version
         case Collective(_, tensor, group, phase):
             return instruction.op_name, tensor.name, tensor.blocks, len(group), phase
-        case Free(tensor):
-            return "free", tensor.name, tensor.blocks
-        case Update() | SwapGradBuffers() | Fetch() | Offload():
+        case Free(tensor) | Fetch(tensor) | Offload(tensor):
+            place = "" if isinstance(instruction, Free) else instruction.place
+            return type(instruction), tensor.name, tensor.blocks, place
+        case Update() | SwapGradBuffers():
             return (instruction,)
         case ApplyPushes(units):
             return instruction.op, units
@@ -215,7 +217,7 @@ def _bytes_per_instruction(instructions: Instructions, units: Sequence[_Unit], s
             if isinstance(instruction, Recompute) or key not in recompute_set.recomputed:
                 memory.saved_bytes[key] += memory.cast_bytes(users[instruction.block])
             saved_bytes += memory.saved_bytes[key]
-        for reader, num_bytes in _input_bytes(instruction, recompute_set, size_of):
+        for reader, num_bytes in _input_bytes(instruction, recompute_set, size_of, memory):
             saved_bytes += num_bytes - memory.saved_bytes.get(reader, 0)
             memory.saved_bytes[reader] = num_bytes
         if not isinstance(instruction, Forward | Recompute):
@@ -242,15 +244,26 @@ def _saved_bytes(instruction: Forward | Recompute, recompute_set: RecomputeSet, 
 
 
 def _input_bytes(
-    instruction: Instruction, recompute_set: RecomputeSet, size_of: SizeFn
+    instruction: Instruction, recompute_set: RecomputeSet, size_of: SizeFn, memory: _RankMemory
 ) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield the block and microbatch whose input is partitioned or gathered, with the bytes of it that a rank holds."""
-    if not isinstance(instruction, Free | Collective) or instruction.tensor not in recompute_set.partitioned:
+    """Yield the block and microbatch whose input goes or comes back, with the bytes of it that a rank holds then."""
+    if not isinstance(instruction, Free | Collective | Fetch | Offload):
         return
-    tensor = instruction.tensor
-    if tensor.micro is not None:
-        num_parts = 1 if isinstance(instruction, Collective) else len(recompute_set.partitioned[tensor])
-        yield (tensor.blocks[0], tensor.micro), -(-size_of(tensor) // num_parts)
+    tensor, group = instruction.tensor, recompute_set.partitioned.get(instruction.tensor)
+    if tensor.name != "x" or tensor.micro is None or (isinstance(instruction, Free) and group is None):
+        return
+    key = tensor.blocks[0], tensor.micro
+    if isinstance(instruction, Fetch | Offload):
+        if memory.written is not None:
+            yield memory.written, 0
+        memory.written = key if isinstance(instruction, Offload) else None
+    match instruction:
+        case Free():
+            yield key, -(-size_of(tensor) // len(group or ()))
+        case Collective() | Fetch():
+            yield key, size_of(tensor)
+        case Offload():
+            pass  # it is in memory until it is written
 
 
 def _temporary_bytes(instruction: Instruction, memory: _RankMemory, users: _Users) -> int:
@@ -354,8 +367,8 @@ def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users)
         case Collective() | Send() | Recv() | Push() | Pull() | Free() | ApplyPushes() | Commit() | SwapGradBuffers():
             pass
         case Fetch(tensor, place):
-            memory.fetched.update([tensor.blocks] if place == "disk" else ())
+            memory.fetched.update([tensor.blocks] if (tensor.name, place) == ("state", "disk") else ())
         case Offload(tensor):
-            memory.fetched.discard(tensor.blocks)
+            memory.fetched.difference_update([tensor.blocks] if tensor.name == "state" else ())
         case Forward() | Recompute():
             pass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal, TypeAlias
 
 from counterpoint.errors import PlanError
 from counterpoint.optim.validation import shorten
@@ -12,34 +14,53 @@ from counterpoint.program.instruction import OffloadPlace
 OFFLOAD_PASS = "offload"
 """Name of the pass; what is offloaded follows after a colon."""
 
+ActivationPlace: TypeAlias = Literal["disk"]
+"""Where activations are offloaded to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offloading:
-    """Where the optimizer state lies between updates, with the master weights of casts.
+    """Where what a step uses for a moment lies the rest of the time.
 
     Args:
-        state: ``disk`` for a file of each rank, ``host`` for the memory of the host of a device.
+        state: of the optimizer, with the master weights of casts, between updates: ``disk`` for a file of each rank,
+            ``host`` for the memory of the host of a device; None to keep it in memory.
+        activations: the inputs that blocks are recomputed from, between forward and backward: ``disk``, or None.
     """
 
-    state: OffloadPlace
+    state: OffloadPlace | None = None
+    activations: ActivationPlace | None = None
 
     @staticmethod
-    def from_pass(name: str) -> Offloading:
-        """Return the offloading of a pass such as ``offload:state=disk``.
+    def from_passes(names: Sequence[str]) -> Offloading:
+        """Return the offloading of passes such as ``offload:state=disk``, each of another kind of tensors.
 
         Raises:
-            PlanError: it does not say what is offloaded to where.
+            PlanError: one does not say what is offloaded to where, or two say it of the same.
 
         Example:
-            >>> Offloading.from_pass("offload:state=disk")
-            Offloading(state='disk')
+            >>> Offloading.from_passes(["offload:state=disk"])
+            Offloading(state='disk', activations=None)
         """
-        what, _, place = name.partition(":")[2].partition("=")
-        for known in get_args(OffloadPlace):
-            if (what, place) == ("state", known):
-                return Offloading(known)
-        places = " or ".join(f"{OFFLOAD_PASS}:state={known}" for known in get_args(OffloadPlace))
-        raise PlanError(
-            f"the pass {shorten(repr(name))} does not say what is offloaded and where to; write {places}, which keeps "
-            "the optimizer state there between updates"
-        )
+        found = Offloading()
+        for name in names:
+            if name not in _OF_PASS:
+                near = get_close_matches(name, _OF_PASS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"write {', '.join(_OF_PASS)}"
+                raise PlanError(
+                    f"the pass {shorten(repr(name))} does not say what is offloaded and where to: state is the "
+                    "optimizer's, between updates, and activations are what blocks are recomputed from, until their "
+                    f"backward; {hint}"
+                )
+            own = _OF_PASS[name]
+            if (own.state and found.state) or (own.activations and found.activations):
+                raise PlanError(f"the passes {' and '.join(names)} both say what is offloaded; drop one of the two")
+            found = replace(found, state=own.state or found.state, activations=own.activations or found.activations)
+        return found
+
+
+_OF_PASS = {
+    f"{OFFLOAD_PASS}:state=disk": Offloading(state="disk"),
+    f"{OFFLOAD_PASS}:state=host": Offloading(state="host"),
+    f"{OFFLOAD_PASS}:activations=disk": Offloading(activations="disk"),
+}

@@ -267,7 +267,7 @@ MODEL_KEYS = (
     _refused(
         "activation_checkpointing.cpu_checkpointing",
         "bool",
-        "pass passes=('overlap', 'recompute'), which keeps the inputs of blocks on the device",
+        "pass passes=('overlap', 'recompute'); on CPUs 'offload:activations=disk' keeps inputs on disk",
     ),
     _ignored("activation_checkpointing.contiguous_memory_optimization", "bool", LAYOUT),
     _ignored("activation_checkpointing.number_checkpoints", "int", LAYOUT),

@@ -20,10 +20,12 @@ from counterpoint.program.instruction import (
     ApplyPushes,
     Backward,
     Collective,
+    Fetch,
     Forward,
     Free,
     Group,
     Instruction,
+    Offload,
     Pull,
     Push,
     Recompute,
@@ -127,7 +129,8 @@ _LiveValue: TypeAlias = tuple[str, tuple[int, ...], int | None, int]
 
 The kind is ``v`` for the activations of an edge, ``d`` for what one consumer (the last number) adds to their gradient,
 ``y`` or ``dx`` for a partial result of a block that is still to be summed, ``part`` for what a rank keeps of an input
-that it frees, and ``Bi`` for what the input half of a backward leaves for the weight half.
+that it frees, ``disk`` and ``host`` for an input that is offloaded there, and ``Bi`` for what the input half of a
+backward leaves for the weight half.
 """
 _EdgesByBlock: TypeAlias = "dict[int, list[tuple[int, ...]]]"
 
@@ -142,6 +145,8 @@ class _Effects(NamedTuple):
 
 
 _NO_EFFECTS = _Effects()
+_KEPT = {"part": "the part of x", "disk": "the copy on disk of x", "host": "the copy in host memory of x"}
+"""What errors call an input that a rank keeps elsewhere, before its block."""
 _OUTPUT_RULE = "the outputs of the last block are gathered, by all_gather, which is not split in two"
 _INPUT_RULE = (
     "the input of a block is gathered from the parts of it that ranks keep, by all_gather, which is not split in two"
@@ -210,6 +215,12 @@ class _Dataflow:
                     if instruction.computes_weight_grad
                     else effects._replace(produces=(*effects.produces, *input_half))
                 )
+            case Fetch(TensorRef("x") as tensor, place):
+                away = [(place, tensor.blocks, tensor.micro, 0)]
+                return _Effects(away, away, self.live_values(tensor))
+            case Offload(TensorRef("x") as tensor, place):
+                live_here = self.live_values(tensor)
+                return _Effects(live_here, live_here, [(place, tensor.blocks, tensor.micro, 0)])
             case Recv() | Send() | Free() | Collective() if instruction.tensor.name not in UNIT_TENSORS:
                 return self.transfer_effects(rank, instruction)
             case _:
@@ -398,7 +409,7 @@ def _describe_missing(value: _LiveValue) -> str:
         text = format_tensor_ref(edge.activation(micro) if category == "v" else edge.gradient(micro))
         text += f" (the addition of block {consumer})" if category == "d" and not edge.is_adjacent else ""
     else:
-        text = f"{category}{blocks[0]}" + ("" if micro is None else f".{micro}")
+        text = f"{_KEPT.get(category, category)}{blocks[0]}" + ("" if micro is None else f".{micro}")
     return (
         f"{text} is not live here; an instruction must come after the producer of its inputs and before their last "
         "consumer"

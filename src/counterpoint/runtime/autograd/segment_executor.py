@@ -30,9 +30,8 @@ from counterpoint.partitioning.dry_run import add_location
 from counterpoint.partitioning.input_shapes import InputShapes
 from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_call_args
 from counterpoint.partitioning.seed_hooks import no_seed
-from counterpoint.program.instruction import TensorRef
+from counterpoint.program.instruction import Fetch, Offload, TensorRef
 from counterpoint.runtime.autograd.deferred_weight_grad import WeightGradJob, WeightGradQueue, build_grad_sinks
-from counterpoint.runtime.autograd.partitioned_values import ValuePart, split_value
 from counterpoint.runtime.autograd.recompute import RecomputeStore, SavedForward
 from counterpoint.runtime.batch_copies import BatchCopies, BatchPart, MicrobatchRead
 from counterpoint.runtime.batch_norm.mode import BatchNormState
@@ -53,6 +52,8 @@ from counterpoint.runtime.loss.loss_check import LateLossCheck, LossCheck, LossS
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction, PartTotal, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossFactors, MicrobatchSource, autocast_as
+from counterpoint.runtime.offload.offloaded_inputs import OffloadedInputs
+from counterpoint.runtime.offload.partitioned_values import ValuePart, split_value
 from counterpoint.runtime.params.grad_check import ParamGroup
 from counterpoint.runtime.params.param_store import ParamStore
 from counterpoint.runtime.rng.sample_rng import SampleRange, SampleRNG
@@ -141,6 +142,7 @@ class SegmentExecutor:
 
     Attributes:
         copies: of its batches, started ahead; None to copy each microbatch when it is read.
+        offloaded_inputs: where the inputs of blocks that are recomputed are on disk; None if they stay in memory.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class SegmentExecutor:
         self.losses: dict[int, float] = {}
         self.accelerator = accelerator
         self.copies: BatchCopies | None = None
+        self.offloaded_inputs: OffloadedInputs | None = None
         self.pending_losses = PendingScalars(accelerator)
         self.loss_weights: dict[int, float] = {}  # of microbatches whose loss is a weighted mean
         self.pending_loss_weights = PendingScalars(accelerator)
@@ -254,6 +257,8 @@ class SegmentExecutor:
             self.output_grads,
         ):
             stored.clear()
+        if self.offloaded_inputs is not None:
+            self.offloaded_inputs.clear()
 
     def clear(self) -> None:
         """Drop everything in flight."""
@@ -350,8 +355,27 @@ class SegmentExecutor:
                 self.values[index, micro] = StoredValue(part.view_value(whole), requires_grad)
                 yield whole, part.bounds
 
+    def move_input(self, instruction: Fetch | Offload) -> None:
+        """Start to write a block's input to disk and drop it, or start to read it."""
+        block, micro = instruction.tensor.blocks[0], instruction.tensor.micro
+        assert micro is not None, "the input of a microbatch"
+        assert self.offloaded_inputs is not None, "the plan offloads inputs"
+        if self.is_empty(micro):
+            return
+        for index in self.model.edge_values[block - 1, block]:
+            if isinstance(instruction, Fetch):
+                self.offloaded_inputs.start_read((index, micro))
+                continue
+            value, requires_grad = self.values[index, micro]
+            if self.offloaded_inputs.start_write((index, micro), value, requires_grad=requires_grad):
+                self.drop_recomputed_inputs(self.recompute_store.saved[block, micro], [index], micro)
+
     def gathered_inputs(self, segment: Segment, micro: int) -> dict[int, Tensor]:
-        """Return the stored inputs of a segment, by value."""
+        """Return the stored inputs of a segment, by value; wait for those that are read from disk."""
+        for index in segment.inputs:
+            fetched = None if self.offloaded_inputs is None else self.offloaded_inputs.take((index, micro))
+            if fetched is not None:
+                self.values[index, micro] = StoredValue(*fetched)
         found = ((index, self.values.get((index, micro))) for index in segment.inputs)
         return {
             index: stored.value.detach().requires_grad_(stored.requires_grad)

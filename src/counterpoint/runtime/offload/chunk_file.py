@@ -35,6 +35,13 @@ from counterpoint.terminal_text import warn
 BLOCK_BYTES = 4096
 """Direct reads and writes begin and end at multiples of it, in the file and in memory."""
 
+_REMEDIES = {
+    "the optimizer state": "shard the state over more ranks with zero(...)",
+    "the input of recomputed blocks": "offload less: smaller microbatches, or a pass recompute:PATTERN that matches "
+    "fewer blocks",
+}
+"""What to do about a disk that is full, by what is on it."""
+
 _Job: TypeAlias = tuple[Callable[[], None], "Future[None]"]
 _Jobs: TypeAlias = "SimpleQueue[_Job | None]"
 
@@ -98,10 +105,17 @@ class ChunkFile:
         folder: where it lies; made if it does not exist.
         rank: for errors.
         timeout_s: the longest time that a chunk may take, in seconds.
+        content: what is in it, for errors.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, timeout_s: float) -> None:
-        self.folder, self.rank, self.timeout_s = Path(folder), rank, timeout_s
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        timeout_s: float,
+        content: str = "the optimizer state",
+    ) -> None:
+        self.folder, self.rank, self.timeout_s, self.content = Path(folder), rank, timeout_s, content
         self.checksums: dict[int, int] = {}  # of the chunks that were written
         self.failure: OffloadError | None = None
         self.is_direct = True
@@ -150,8 +164,12 @@ class ChunkFile:
         assert self._file is not None, "open"
         return self._file.descriptor
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, offset: int = 0) -> None:
         """Reserve space on the disk.
+
+        Args:
+            num_bytes: more than there are.
+            offset: where they begin, at the end of what is reserved.
 
         Raises:
             OffloadError: there is not enough.
@@ -162,17 +180,19 @@ class ChunkFile:
             if free < num_bytes:
                 raise OSError("no space left on device")
             if num_bytes:
-                os.posix_fallocate(self.descriptor, 0, num_bytes)
+                os.posix_fallocate(self.descriptor, offset, num_bytes)
         except OSError as error:
             self.close()
             problem, remedy = str(error.strerror or error), f"make room for {num_bytes - free} bytes more"
             if free >= num_bytes:  # it is not the disk that is full
                 limits = {errno.EFBIG: "raise the limit of `ulimit -f`", errno.EDQUOT: "raise the quota of this user"}
                 remedy = limits.get(error.errno or 0, "free space on the disk")
-            raise OffloadError(
-                f"{self.name} needs {num_bytes} bytes for the optimizer state of this rank, but {free} are free there "
-                f"({problem}); {remedy}, give another offload_folder, or shard the state over more ranks with zero(...)"
-            ) from error
+            self.failure = OffloadError(
+                f"{self.name} needs {num_bytes} bytes {'more ' if offset else ''}for {self.content} of this rank, but "
+                f"{free} are free there ({problem}); {remedy}, give another offload_folder, or "
+                f"{_REMEDIES[self.content]}"
+            )
+            raise self.failure from error
 
     def use_direct_io(self) -> None:
         """Read and write past the page cache, if the file system can; else warn."""
@@ -231,9 +251,7 @@ class ChunkFile:
             OffloadError: one was.
         """
         if self.failure is not None:
-            raise OffloadError(
-                f"the optimizer state was lost in an earlier step; resume from a checkpoint: {self.failure}"
-            )
+            raise OffloadError(f"{self.content} was lost in an earlier step; resume from a checkpoint: {self.failure}")
 
     def _read(self, span: Span, buffer: Tensor) -> None:
         view, done = _bytes_of(buffer), 0

@@ -34,6 +34,7 @@ from counterpoint.program.program import Program
 from counterpoint.program.units import freed_weights
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
+from counterpoint.runtime.offload.offloaded_inputs import InputOffloadConfig
 from counterpoint.runtime.offload.offloaded_state import MASTER, OffloadConfig, find_max_target_elements
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
@@ -177,6 +178,7 @@ class RunCompiler:
             scaling_code=scaling_code,
             holds_casts=compiled.model.has_masters,
             offload=self.find_offload(compiled),
+            input_offload=self.find_input_offload(compiled),
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 
@@ -325,7 +327,7 @@ class RunCompiler:
         Raises:
             PlanError: the optimizer needs whole tensors, or the folder is missing.
         """
-        if compiled.plan.offloading is None:
+        if compiled.plan.offloading is None or compiled.plan.offloading.state is None:
             return None
         spec, options = self.optimizer_spec, self.options
         what = f"the pass offload:state={compiled.plan.offloading.state}"
@@ -356,6 +358,24 @@ class RunCompiler:
         ]
         size = find_max_target_elements(state_dtypes, OFFLOAD_CHUNK_BYTES)
         return OffloadConfig(folder, options.timeout_s, size, OFFLOAD_CHUNK_BYTES)
+
+    def find_input_offload(self, compiled: CompiledPlan) -> InputOffloadConfig | None:
+        """Return how the plan offloads the inputs of recomputed blocks; None if they stay in memory.
+
+        Raises:
+            PlanError: the folder is missing, or ranks are on a device.
+        """
+        if compiled.plan.offloading is None or compiled.plan.offloading.activations is None:
+            return None
+        what = f"the pass offload:activations={compiled.plan.offloading.activations}"
+        if any(param.device.type != "cpu" for param in self.trained.parameters()):
+            raise PlanError(
+                f"{what} is for ranks that compute on CPUs, but the model is on a device; drop the pass, or use "
+                "tensor(n) with the pass partition_activations"
+            )
+        if self.options.offload_folder is None:
+            raise PlanError(f"{what} needs a folder for the inputs; give offload_folder=..., on a local disk")
+        return InputOffloadConfig(str(self.options.offload_folder), self.options.timeout_s)
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
         """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
