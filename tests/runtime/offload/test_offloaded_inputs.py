@@ -1,15 +1,17 @@
 """Inputs of blocks on disk: the same bits come back, places are used again, and a full disk is an error with a remedy."""
 
+import resource
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import counterpoint as cp
 from counterpoint.errors import OffloadError, PlanError
+from counterpoint.runtime.offload.chunk_file import BLOCK_BYTES
 from counterpoint.runtime.offload.offloaded_inputs import InputOffloadConfig, OffloadedInputs
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
-from tests.training.trainers import mlp
+from tests.training.trainers import equal_bits, mlp, params_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of file systems in memory
 PASSES = ("recompute", "offload:activations=disk")
@@ -77,11 +79,24 @@ def test_a_disk_that_gets_full_is_an_error_with_a_remedy(inputs):
         inputs.start_write((2, 0), torch.ones(10), requires_grad=False)
 
 
-def train_once(**options):
-    model: nn.Module = mlp()
-    optimizer = torch.optim.SGD(model.parameters())
+def train_once(model=None, **options):
+    model = model or mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with cp.parallelize(model, optimizer, F.mse_loss, strategy="solo", passes=PASSES, **options) as step:
         step(torch.ones(4, 6, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64))
+
+
+def test_a_full_disk_ends_the_first_step_before_a_weight_changes(tmp_path):
+    model = mlp()
+    before = params_of(model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES - 1, limits[1]))  # of a file
+    try:
+        with pytest.raises(OffloadError, match=r"needs 4096 bytes for the input of recomputed blocks of this rank"):
+            train_once(model, offload_folder=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert equal_bits(params_of(model), before)
 
 
 def test_a_missing_folder_and_a_device_are_refused(tmp_path):
