@@ -28,7 +28,7 @@ def test_memory_is_where_it_is_said_to_be(accelerator):
 def test_streams_and_events_order_work_and_measure_it(accelerator):
     start, end = accelerator.new_event(enable_timing=True), accelerator.new_event(enable_timing=True)
     other = accelerator.new_stream()
-    start.record()
+    start.record(accelerator.current_stream())
     tensor = accelerator.to_device(torch.ones(3)) * 2.0
     other.wait_stream(accelerator.current_stream())
     with accelerator.stream(other):

@@ -87,7 +87,7 @@ def test_what_is_launched_after_the_host_has_waited_does_not_begin_before(accele
 
 def test_a_time_is_refused_before_the_device_has_reached_it_or_if_nobody_has_asked_for_it(accelerator):
     timed, untimed = accelerator.new_event(enable_timing=True), accelerator.new_event()
-    timed.record()
+    timed.record(accelerator.current_stream())
     compute(1)
     end = EventClock(accelerator)()
     with pytest.raises(RuntimeError, match="device not ready"):

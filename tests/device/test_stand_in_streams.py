@@ -20,14 +20,14 @@ def compute_on_two_streams(accelerator, without=""):
     """Read on another stream what this one has written, and write it again; without one of the waits."""
     other, ready, done = accelerator.new_stream(), accelerator.new_event(), accelerator.new_event()
     tensor = torch.ones(3, device=ON)
-    ready.record()
+    ready.record(accelerator.current_stream())
     with accelerator.stream(other):
         if without != "ready":
-            ready.wait()
+            ready.wait(accelerator.current_stream())
         result = tensor * 2.0
-        done.record()
+        done.record(accelerator.current_stream())
     if without != "done":
-        done.wait()
+        done.wait(accelerator.current_stream())
     tensor.fill_(5.0)
     return result.tolist()
 

@@ -53,6 +53,7 @@ def survey(pairs, has_own_groups):
         case = SurveyCase(model, plan)
         try:
             expected = train(case, "cpu", environment=alone)
+            DEVICE.default_number = 1  # as cuda:0 is the current device of a process that computes on cuda:1
             actual = train(case, StandInAccelerator(), environment=together)
             DEVICE.require_no_races()
             is_comparable = not any(word in plan for word in OWN_LOSSES)

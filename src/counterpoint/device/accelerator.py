@@ -20,14 +20,17 @@ Values = TypeVar("Values")
 
 
 class Event(Protocol):
-    """A point in the work of a stream, as ``torch.cuda.Event``."""
+    """A point in the work of a stream, as ``torch.cuda.Event``.
 
-    def record(self, stream: Any = None) -> None:  # noqa: ANN401 - a Stream of the same device
-        """Set it to what a stream has been given so far; by default the current one."""
+    The stream is always named: by default torch takes one of the thread's current device, which may be another GPU.
+    """
+
+    def record(self, stream: Any) -> None:  # noqa: ANN401 - a Stream of the same device
+        """Set it to what a stream has been given so far."""
         ...
 
-    def wait(self, stream: Any = None) -> None:  # noqa: ANN401 - as above
-        """Let a stream wait for it; by default the current one."""
+    def wait(self, stream: Any) -> None:  # noqa: ANN401 - as above
+        """Let a stream wait for it."""
         ...
 
     def query(self) -> bool:
@@ -139,7 +142,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """Return a context in which this thread's work is done on a stream."""
+        """Return a context in which this thread's work is done on a stream; its device is the current one there."""
 
     @abstractmethod
     def new_event(self, *, enable_timing: bool = False) -> Event:
@@ -189,6 +192,10 @@ class Accelerator(ABC):
     def to_device(self, values: Values) -> Values:
         """Return any nest of values with all its tensors on the device."""
 
+    def as_current(self) -> AbstractContextManager[object]:
+        """Return a context in which this is the thread's current device: that of tensors on just ``"cuda"``."""
+        return self.stream(self.current_stream())
+
     def start_copy_to_host(self, tensor: Tensor) -> HostCopy:
         """Start to copy a tensor to host memory."""
         if self.is_host:
@@ -196,7 +203,7 @@ class Accelerator(ABC):
         pinned = self.empty_pinned(*tensor.shape, dtype=tensor.dtype)
         pinned.copy_(tensor.detach(), non_blocking=True)
         arrival = self.new_event()
-        arrival.record()
+        arrival.record(self.current_stream())
         return HostCopy(pinned, arrival)
 
 

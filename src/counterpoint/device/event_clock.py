@@ -51,7 +51,7 @@ class EventClock:
     def __call__(self) -> Event:
         """Return an event at this point of the current stream."""
         event = self.accelerator.new_event(enable_timing=True)
-        event.record()
+        event.record(self.accelerator.current_stream())
         return event
 
     def read(self, events: Sequence[Event]) -> list[float]:

@@ -22,12 +22,12 @@ class HostEvent:
     def __init__(self) -> None:
         self.time_s = 0.0
 
-    def record(self, stream: object = None) -> None:
+    def record(self, stream: object) -> None:
         """Set it to now."""
         del stream
         self.time_s = time.perf_counter()
 
-    def wait(self, stream: object = None) -> None:
+    def wait(self, stream: object) -> None:
         """Do nothing: what was before it is done."""
         return
 
@@ -51,7 +51,7 @@ class HostStream:
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
         """Record an event, by default a new one, and return it."""
         recorded = HostEvent() if event is None else event
-        recorded.record()
+        recorded.record(self)
         return recorded
 
     def wait_event(self, event: object) -> None:

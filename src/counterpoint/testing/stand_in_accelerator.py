@@ -29,15 +29,14 @@ class StandInEvent:
         self.time_ms = 0.0
         self.enable_timing = enable_timing
 
-    def record(self, stream: StandInStream | None = None) -> None:
+    def record(self, stream: StandInStream) -> None:
         """Set it to what a stream has been given so far."""
         self.num_launches = DEVICE.num_launches
-        number = DEVICE.order.current if stream is None else stream.number
-        self.clock, self.time_ms = DEVICE.order.snapshot(number), DEVICE.order.time_ms(number)
+        self.clock, self.time_ms = DEVICE.order.snapshot(stream.number), DEVICE.order.time_ms(stream.number)
 
-    def wait(self, stream: StandInStream | None = None) -> None:
+    def wait(self, stream: StandInStream) -> None:
         """Let a stream wait for it."""
-        DEVICE.order.wait(DEVICE.order.current if stream is None else stream.number, self.clock, self.time_ms)
+        DEVICE.order.wait(stream.number, self.clock, self.time_ms)
 
     def query(self) -> bool:
         """Return whether the host has waited for it; the device may be as late as it likes, if it has no limit."""
@@ -135,7 +134,7 @@ class StandInAccelerator(Accelerator):
 
     def stream(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - a StandInStream
         """Return a context in which this thread's work is done on a stream."""
-        return DEVICE.order.use(stream.number)
+        return DEVICE.use(stream.number)
 
     def new_event(self, *, enable_timing: bool = False) -> Event:
         """Return a new event."""

@@ -3,7 +3,8 @@
 Every tensor of the device ``stand_in`` wraps a tensor of the host, on which operations run. What a GPU cannot do raises
 an error: operations on tensors of several devices, ``numpy()``, the address of a tensor in native code. What lets the
 host wait for a GPU is counted with its source line: reading a number, copies, operations whose output's size depends on
-values. The device has random numbers of its own, and streams whose order is checked.
+values. The device has random numbers of its own, and streams whose order is checked. There is one, but a
+test may let another one be the current one of threads, as cuda:0 is for a process that computes on cuda:1.
 
 It is torch's backend ``PrivateUse1``, which torch allows one of in a process, implemented in Python. Torch 2.13 has no
 streams, generators or pinned memory for such a backend; ``StandInAccelerator`` has them.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial, total_ordering
+from threading import local
 from types import CodeType, FrameType
 from typing import Any, Self, cast
 
@@ -243,6 +245,7 @@ class StandInDevice:
         num_launches: operations so far.
         max_operations_behind: how many operations the device is behind the host at most; None for any number.
         total_bytes: memory of the device.
+        default_number: of the device that is the current one where no stream was chosen; 0 is this one.
     """
 
     make_accelerator: Callable[[torch.device], object] | None = None
@@ -257,6 +260,8 @@ class StandInDevice:
         self.total_bytes = 1 << 30
         self._recorded: list[str] | None = None
         self._generator = torch.Generator()
+        self.default_number = 0
+        self._current = local()
         self._allocations: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         _setup_privateuseone_for_python_backend(NAME, backend_module=self)
@@ -281,12 +286,12 @@ class StandInDevice:
         return False
 
     def current_device(self) -> int:
-        """Return the only one."""
-        return 0
+        """Return the number of this thread's current device: this one inside :meth:`use`."""
+        return 0 if getattr(self._current, "is_chosen", False) else self.default_number
 
     def device_count(self) -> int:
-        """Return how many there are."""
-        return 1
+        """Return how many there are; only the first one can be used."""
+        return self.default_number + 1
 
     def get_device_name(self, device: torch.device | None = None) -> str:
         """Return its name."""
@@ -317,6 +322,28 @@ class StandInDevice:
         self.wait_on_host("synchronize")
 
     # What tests and the accelerator ask of it.
+
+    @contextmanager
+    def use(self, stream: int) -> Iterator[None]:
+        """Launch this thread's operations on a stream of this device inside, which is the current one there."""
+        former, self._current.is_chosen = getattr(self._current, "is_chosen", False), True
+        try:
+            with self.order.use(stream):
+                yield
+        finally:
+            self._current.is_chosen = former
+
+    def require_itself(self, device: Any) -> None:  # noqa: ANN401 - an argument of an operator
+        """Raise if a tensor is to be made on another device than this one.
+
+        Raises:
+            RuntimeError: the device is named without a number, and this one is not the current one.
+        """
+        if device is not None and torch.device(device) == torch.device(NAME) and self.current_device():
+            raise RuntimeError(
+                f"a tensor would be made on the current device, {NAME}:{self.current_device()}, but all others are on "
+                f"{self.device}"
+            )
 
     @contextmanager
     def count_host_waits(self, max_operations_behind: int | None = None) -> Iterator[Counter[tuple[str, str]]]:
@@ -409,6 +436,7 @@ class StandInDevice:
             return self._copy(*(args if name == "copy_" else reversed(args[:2])), **kwargs)
         if name == "_to_copy":
             return self._to_copy(args[0], kwargs)
+        self.require_itself(kwargs.get("device"))
         leaves = _find_tensors((*args, *kwargs.values()))
         self._require_one_device(name, leaves)
         if name == "_local_scalar_dense":
@@ -435,6 +463,7 @@ class StandInDevice:
         return result if operator.num_results else None
 
     def _make(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - any factory
+        self.require_itself(kwargs.get("device"))
         out = StandInTensor(self._run_on_host(func, args, kwargs, draws=False))
         self.launch([], [out])
         return out
@@ -482,6 +511,7 @@ class StandInDevice:
         with torch.no_grad():
             copy: Tensor = torch.ops.aten._to_copy.default(host, **options)  # noqa: SLF001 - an operator
         if not to_host:
+            self.require_itself(given)
             target = StandInTensor(copy)
             if isinstance(source, StandInTensor):
                 self.launch([source], [target])

@@ -150,6 +150,8 @@ def connect_stand_ins(rendezvous: Rendezvous) -> Rendezvous:
     """Return a rendezvous at which process groups of the stand-in device are opened."""
 
     def connect(store: Store, name: str, group: tuple[int, ...], rank: int, timeout_s: float) -> GlooProcessGroup:
+        if DEVICE.current_device():  # NCCL connects that one
+            raise RuntimeError(f"a process group would connect the current device, {NAME}:{DEVICE.current_device()}")
         return cast("GlooProcessGroup", StandInProcessGroup(rendezvous.connect(store, name, group, rank, timeout_s)))
 
     def abort(connections: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,8 +106,17 @@ def pack(tensors: Sequence[Tensor], places: Sequence[TensorPlace], device: torch
     return packed
 
 
-def unpack(packed: Tensor, in_frame: Sequence[Tensor], places: Sequence[TensorPlace]) -> tuple[Tensor, ...]:
-    """Return all tensors of a message; raw ones share the memory of ``packed``."""
+def unpack(
+    packed: Tensor, in_frame: Sequence[Tensor], places: Sequence[TensorPlace], devices: Mapping[str, torch.device]
+) -> tuple[Tensor, ...]:
+    """Return all tensors of a message; raw ones share the memory of ``packed``.
+
+    Args:
+        packed: the raw bytes.
+        in_frame: the other tensors.
+        places: of all tensors.
+        devices: this rank's, by type; of another type it is the current one.
+    """
     start, framed, tensors = 0, iter(in_frame), []
     for place in places:
         if place.is_raw:
@@ -116,7 +125,8 @@ def unpack(packed: Tensor, in_frame: Sequence[Tensor], places: Sequence[TensorPl
             start += place.num_bytes
         else:
             tensor = next(framed)
-        tensors.append(tensor if place.device_type == tensor.device.type else tensor.to(place.device_type))
+        wanted = devices.get(place.device_type) or torch.device(place.device_type)
+        tensors.append(tensor if wanted.type == tensor.device.type else tensor.to(wanted))
     return tuple(tensors)
 
 

@@ -17,7 +17,7 @@ from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.event_clock import DeviceSpan
 from counterpoint.device.select import accelerator_for
 from counterpoint.errors import PeerError
-from counterpoint.fabric.c10d import DataProcessGroup, DeviceWork, GlooWork, Store
+from counterpoint.fabric.c10d import DataProcessGroup, DeviceWork, GlooProcessGroup, GlooWork, Store
 from counterpoint.fabric.fabric import CompletedWork, Fabric, Group, Json, Reduction, Work
 from counterpoint.fabric.fingerprint import (
     CollectiveSignature,
@@ -409,10 +409,15 @@ class ProcessGroupFabric(ProcessFabric):
         with self._open_lock:
             for wanted in sorted({group, *self._announced_groups} - self._queues.keys()):
                 self._control.connect_groups([wanted])
-                process_group: DataProcessGroup = self._connections.open("collectives", wanted)  # type: ignore[assignment]
+                process_group: DataProcessGroup = self._connect("collectives", wanted)  # type: ignore[assignment]
                 self._queues[wanted] = GroupQueue(
                     wanted, self._control, process_group, waits_on_host=self.backend.waits_on_host
                 )
+
+    def _connect(self, name: str, group: Group) -> GlooProcessGroup:
+        """Open a process group of the current device, which is this rank's in here, whichever thread calls it."""
+        with self._current_stream(self._own_device()):
+            return self._connections.open(name, group)
 
     def _accelerator_of(self, device: torch.device) -> Accelerator:
         if device not in self._accelerators:
@@ -421,8 +426,7 @@ class ProcessGroupFabric(ProcessFabric):
 
     def _current_stream(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context in which any thread launches work after what this thread has launched on the device."""
-        accelerator = self._accelerator_of(device)
-        return accelerator.stream(accelerator.current_stream())
+        return self._accelerator_of(device).as_current()
 
     def _own_device(self) -> torch.device:
         """Return the device of this rank that process groups move tensors of."""
@@ -431,9 +435,7 @@ class ProcessGroupFabric(ProcessFabric):
 
     def _channel_to(self, peer: int) -> PairChannel:
         if peer not in self._channels:
-            self._channels[peer] = PairChannel(
-                self.rank, peer, self._connections.open, waits_on_host=self.backend.waits_on_host
-            )
+            self._channels[peer] = PairChannel(self.rank, peer, self._connect, waits_on_host=self.backend.waits_on_host)
         return self._channels[peer]
 
     def _complete(self, peer: int, label: str, frame: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -451,7 +453,8 @@ class ProcessGroupFabric(ProcessFabric):
             if not self.backend.waits_on_host:
                 self._pending_messages.append(PendingMessage(label, peer, work, time.monotonic()))
                 self._wake_watchdog()
-        return unpack(packed, in_frame, places)
+        devices = {device.type: device for device in reversed(self._accelerators)}
+        return unpack(packed, in_frame, places, devices)
 
     def _route(self, tensor: Tensor) -> Route:
         """Return how a tensor travels."""
@@ -649,13 +652,13 @@ def record_span(
 
     def start(process_group: DataProcessGroup) -> StartedOps:
         span.began = accelerator.new_event(enable_timing=True)
-        span.began.record()
+        span.began.record(accelerator.current_stream())
         works, after = start_data(process_group)
         with accelerator.stream(accelerator.new_stream()):
             for work in works:
                 cast("DeviceWork", work).block_current_stream()
             span.ended = accelerator.new_event(enable_timing=True)
-            span.ended.record()
+            span.ended.record(accelerator.current_stream())
         return works, after
 
     return start

@@ -390,7 +390,8 @@ class LocalRanks:
         require_values(inputs)
         to_device = self.accelerator.to_device
         read_batch = None if undivided is None else lambda: to_device(clone_tensors(undivided()[0]))
-        run = self.compiler.compile(self.plan, self.buckets, to_device(inputs), num_samples, fabric, read_batch)
+        with self.accelerator.as_current():
+            run = self.compiler.compile(self.plan, self.buckets, to_device(inputs), num_samples, fabric, read_batch)
         self.compiled, self.run_spec, self.uses_rng = run.compiled, run.run_spec, run.uses_rng
         self.global_num_microbatches = len(run.compiled.program.micros)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
@@ -601,7 +602,8 @@ class LocalRanks:
         # several ranks have threads and random states of their own, in which the user's dataset does not expect to run
         before_wait = while_computing if len(self.ranks) == 1 else None
         try:
-            result = self.run_step(number, batch, before_wait)
+            with self.accelerator.as_current():
+                result = self.run_step(number, batch, before_wait)
             if while_computing is not None and before_wait is None:
                 while_computing()
         finally:
@@ -912,7 +914,7 @@ class LocalRanks:
 
         self.finish_steps()
         self.shared_model.catch_up()
-        with self.stale_weights.unmarked():
+        with self.stale_weights.unmarked(), self.accelerator.as_current():
             self.world.run(work)
         return measured
 
