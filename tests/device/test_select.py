@@ -85,6 +85,12 @@ def test_more_processes_than_gpus_are_refused():
         select_accelerator("auto", LocalRank(2, 3))
 
 
+def test_a_process_takes_the_only_gpu_that_its_launcher_shows_it(monkeypatch):
+    """Under Ray and Slurm's --gpus-per-task each process sees one GPU, its own: all but a single rank of a host were refused."""
+    monkeypatch.setattr(select, "count_gpus", lambda: 1)
+    assert [choose_gpu(LocalRank(number, 4)) for number in range(4)] == [0] * 4
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_that_does_not_exist_is_named_with_those_that_do():
     with pytest.raises(PlanError, match="device='cuda:2' does not exist: this process sees 2 GPUs, cuda:0 to cuda:1"):
@@ -208,5 +214,6 @@ def test_the_page_on_gpus_quotes_what_is_raised(monkeypatch):
     monkeypatch.setattr(select, "count_gpus", lambda: 2)
     raised += [message_of(select_accelerator, "cuda:2", LocalRank()), message_of(choose_gpu, LocalRank(2, 3))]
     texts = [text.replace("meta", "cuda:0") for text in raised]
-    unknown = [one for one in quoted if not one.startswith("the memory of ") and not any(one in text for text in texts)]
-    assert (len(quoted), unknown) == (9, [])  # a full device has tests of its own
+    elsewhere = ("the memory of ", "ranks 0, 1 of host", "the ranks compute on different", "the drivers of the")
+    unknown = [one for one in quoted if not one.startswith(elsewhere) and not any(one in text for text in texts)]
+    assert (len(quoted), unknown) == (12, [])  # a full device, and several ranks, have tests of their own

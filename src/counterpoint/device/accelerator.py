@@ -88,6 +88,24 @@ class MemoryStats(NamedTuple):
     total_bytes: int
 
 
+class DeviceIdentity(NamedTuple):
+    """Which device it is, for a comparison of what ranks compute on.
+
+    Args:
+        name: of the hardware.
+        total_bytes: its memory.
+        unique_id: the same in all processes that use the device, and no other device's.
+        driver: its version; empty if it does not say.
+        library: that moves tensors between such devices, with its version; empty for none.
+    """
+
+    name: str
+    total_bytes: int
+    unique_id: str
+    driver: str
+    library: str
+
+
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """A copy of a tensor in host memory that may still be arriving.
@@ -175,6 +193,10 @@ class Accelerator(ABC):
     @abstractmethod
     def memory_stats(self) -> MemoryStats:
         """Return how much memory is used."""
+
+    def identity(self) -> DeviceIdentity | None:
+        """Return which device it is; None if it is the host, or does not say."""
+        return None
 
     @abstractmethod
     def reset_peak_memory_stats(self) -> None:

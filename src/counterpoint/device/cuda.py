@@ -11,7 +11,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Stream, Values, copy_to_device
+from counterpoint.device.accelerator import (
+    Accelerator,
+    DeviceIdentity,
+    Event,
+    MemoryStats,
+    Stream,
+    Values,
+    copy_to_device,
+)
 from counterpoint.device.inventory import DeviceInventory, GpuInfo, GpuLibraries, read_driver, read_lanes
 
 TF32_CAPABILITY = (8, 0)
@@ -92,6 +100,17 @@ class CudaAccelerator(Accelerator):
             torch.cuda.max_memory_allocated(self.device),
             torch.cuda.memory_reserved(self.device),
             *torch.cuda.mem_get_info(self.device),
+        )
+
+    def identity(self) -> DeviceIdentity:
+        """Return the GPU's UUID, its driver, and NCCL's version."""
+        properties, nccl = torch.cuda.get_device_properties(self.device), _nccl_version()
+        return DeviceIdentity(
+            self.name,
+            properties.total_memory,
+            str(properties.uuid),
+            read_driver(Path("/"))[0] or "",
+            "" if nccl is None else f"NCCL {nccl}",
         )
 
     def reset_peak_memory_stats(self) -> None:

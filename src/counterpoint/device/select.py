@@ -69,10 +69,15 @@ def select_accelerator(argument: DeviceArgument, local_rank: LocalRank) -> Accel
 def choose_gpu(local_rank: LocalRank) -> int:
     """Return the GPU of a process among those of its host.
 
+    A process that sees one GPU takes it: the launcher may have given each its own, as Ray and Slurm's --gpus-per-task
+    do. If it is the same one for several processes, they find that when they compare what they compute on.
+
     Raises:
         PlanError: there are fewer of them than processes.
     """
     num_gpus = require_gpus()
+    if num_gpus == 1:
+        return 0
     if local_rank.count > num_gpus:
         raise PlanError(
             f"{local_rank.count} processes of this host each need a GPU, but this one, local rank "
@@ -201,13 +206,14 @@ def require_device(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def require_transport(device: torch.device, num_ranks: int, *, takes_device_tensors: bool) -> None:
+def require_transport(device: torch.device, num_ranks: int, *, takes_device_tensors: bool, missing: str = "") -> None:
     """Raise if ranks would have to exchange tensors on a device by a transport between memories of hosts.
 
     Args:
         device: of the model.
         num_ranks: of the job.
         takes_device_tensors: whether the transport does.
+        missing: why no other transport was chosen; empty if the user has chosen this one.
 
     Raises:
         PlanError: they would.
@@ -215,8 +221,9 @@ def require_transport(device: torch.device, num_ranks: int, *, takes_device_tens
     if device.type != "cpu" and num_ranks > 1 and not takes_device_tensors:
         raise PlanError(
             f"the model is on {device}, but the {num_ranks} processes of this job exchange tensors in host memory "
-            "only; choose transport='process_group' (--transport process_group of the command), which takes those of "
-            "devices, move the model with model.cpu(), or train all ranks in one process, without a launcher"
+            f"only{missing and f', as {missing}'}; choose transport='process_group' (--transport process_group of the "
+            "command), which takes those of devices, move the model with model.cpu(), or train all ranks in one "
+            "process, without a launcher"
         )
 
 

@@ -82,12 +82,14 @@ class Fabric(ABC):
         num_ranks: the world size.
         timeout_s: the longest that any wait may last.
         takes_device_tensors: whether tensors may be on a device; otherwise they must be in host memory.
+        needs_own_device: whether no two ranks may have tensors on the same device.
     """
 
     rank: int
     num_ranks: int
     timeout_s: float
     takes_device_tensors: bool = False
+    needs_own_device: bool = False
 
     def use_accelerator(self, accelerator: Accelerator) -> None:
         """Take note of the device that this rank's tensors will be on; a transport may need streams of it."""

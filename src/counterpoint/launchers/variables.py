@@ -51,6 +51,16 @@ def visibility_variables(environ: Mapping[str, str] | None = None) -> list[tuple
     return [(name, variables[name]) for name in VISIBILITY_VARIABLES if name in variables]
 
 
+def shares_gpus(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether NCCL is told to take several ranks of one GPU, which it can since version 2.30.
+
+    Example:
+        >>> shares_gpus({"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+        True
+    """
+    return (os.environ if environ is None else environ).get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1"
+
+
 def allocator_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the variables with which the user has configured glibc's allocator."""
     variables = os.environ if environ is None else environ

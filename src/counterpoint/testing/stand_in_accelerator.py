@@ -10,7 +10,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from counterpoint.device.accelerator import Accelerator, Event, MemoryStats, Stream, Values, copy_to_device
+from counterpoint.device.accelerator import (
+    Accelerator,
+    DeviceIdentity,
+    Event,
+    MemoryStats,
+    Stream,
+    Values,
+    copy_to_device,
+)
 from counterpoint.testing.stand_in_device import DEVICE, NAME, StandInTensor
 from counterpoint.testing.stand_in_streams import Clock
 
@@ -176,6 +184,11 @@ class StandInAccelerator(Accelerator):
         used_bytes = DEVICE.allocated_bytes
         total_bytes = DEVICE.total_bytes
         return MemoryStats(used_bytes, DEVICE.peak_bytes, used_bytes, total_bytes - used_bytes, total_bytes)
+
+    def identity(self) -> DeviceIdentity | None:
+        """Return what a test has said."""
+        identity: DeviceIdentity | None = DEVICE.identity
+        return identity
 
     def reset_peak_memory_stats(self) -> None:
         """Let ``peak_allocated_bytes`` start again from what is allocated now."""

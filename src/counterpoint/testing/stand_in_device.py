@@ -245,6 +245,7 @@ class StandInDevice:
         num_launches: operations so far.
         max_operations_behind: how many operations the device is behind the host at most; None for any number.
         total_bytes: memory of the device.
+        identity: what its accelerator says of it; None for nothing.
         default_number: of the device that is the current one where no stream was chosen; 0 is this one.
     """
 
@@ -260,6 +261,7 @@ class StandInDevice:
         self.total_bytes = 1 << 30
         self._recorded: list[str] | None = None
         self._generator = torch.Generator()
+        self.identity: Any = None
         self.default_number = 0
         self._current = local()
         self._allocations: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()

@@ -96,6 +96,7 @@ class ProcessGroupFabric(ProcessFabric):
     def __init__(self, host: Fabric, control: GlooFabric, rendezvous: Rendezvous, backend: ProcessGroupBackend) -> None:
         super().__init__(control.rank, control.num_ranks, control.timeout_s)
         self.backend = backend
+        self.needs_own_device = not backend.waits_on_host
         self._host = host
         self._control = control
         self._store: Store | None = rendezvous.store

@@ -22,10 +22,8 @@ from counterpoint.device.copy_stream import CopyStream
 from counterpoint.device.select import (
     CPU,
     accelerator_for,
-    model_device,
     require_device,
     require_param_values,
-    require_transport,
 )
 from counterpoint.errors import CounterpointError, DataError, PeerError, PlanError
 from counterpoint.fabric.fabric import Fabric, Group
@@ -69,6 +67,7 @@ from counterpoint.runtime.state_dict import (
     load_weights,
 )
 from counterpoint.strategies.buckets import BucketConfig
+from counterpoint.training.agreement.device_facts import compare_devices
 from counterpoint.training.agreement.rank_facts import CallFacts
 from counterpoint.training.agreement.step_facts import submitted_batches
 from counterpoint.training.agreement.weight_values import find_differing_weights
@@ -577,9 +576,7 @@ class LocalRanks:
         fabric = self.world.fabrics[0]
         if has_remote_ranks(self.world):
             CallFacts().require_same(fabric, [[["the plan", plan_fingerprint(self.plan, self.options.profile)]]])
-            require_transport(
-                model_device(self.model), fabric.num_ranks, takes_device_tensors=fabric.takes_device_tensors
-            )
+            compare_devices(fabric, self.accelerator)
             deferred = self.initial_values.deferred if self.initial_values is not None else {}
             broadcast_initial_values(fabric, self.trained, self.options.init_sync, without=deferred)
         require_device(self.model, self.accelerator.device)
