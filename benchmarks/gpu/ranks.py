@@ -194,6 +194,7 @@ def run_training(plan: str, device: str, place: RankPlace) -> dict[str, Any]:
         "RANK": place.rank, "LOCAL_RANK": place.rank,
         "WORLD_SIZE": place.num_ranks, "LOCAL_WORLD_SIZE": place.num_ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.port,
+        "COUNTERPOINT_TRANSPORT": "process_group",
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in variables.items()})
     if device.startswith("stand_in"):

@@ -13,7 +13,8 @@ from benchmarks.gpu.checks import Check, passes_if, skip
 from benchmarks.gpu.target import Target
 
 ROOT = Path(__file__).parents[2]
-PYTEST = ("-q", "-p", "no:cacheprovider", "--timeout", "60")
+PYTEST = ("-p", "no:cacheprovider", "--timeout", "60")
+"""Without -q, which pyproject.toml has: with a second one pytest prints no summary."""
 DRY = ("tests/device/test_accelerators.py", "-k", "stand_in and backward")
 HOST_FOLDERS = (
     "tests/runtime",
@@ -51,7 +52,10 @@ def run_pytest(name: str, arguments: Sequence[str], timeout_s: float) -> Check:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as error:
         return Check(name, "FAIL", reason=f"killed after {limit_s:.0f} s: {str(error.stdout or '')[-500:]}")
-    summary = next((line for line in reversed(ended.stdout.splitlines()) if re.search(r"\d+ \w+ in ", line)), "")
+    summary = next(
+        (line for line in reversed(ended.stdout.splitlines()) if re.search(r"\d+ \w+.* in [0-9.]+s", line)), ""
+    )
+    summary = summary.strip("= ")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, flags=re.MULTILINE)
     reason = "; ".join(failed) or ("all pass" if ended.returncode == 0 else (ended.stdout + ended.stderr)[-500:])
     return Check(name, passes_if(ended.returncode == 0), summary, reason, {"output": ended.stdout[-4000:]})

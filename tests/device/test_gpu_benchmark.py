@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -32,6 +33,7 @@ LINES = (
     "0.9B, bf16, compiled",
     "0.9B, fp32, eager, peak memory",
     "text, bf16",
+    "text, fp16",
     "3 B, state in host memory",
 )
 
@@ -60,6 +62,8 @@ def test_a_dry_run_prints_the_whole_table_without_a_gpu(tmp_path, capsys, monkey
     assert not [part.name for part in PARTS if f"\n{part.name} " not in table]
     assert table.strip() == (tmp_path / "table.txt").read_text().strip()
     assert not [line for line in LINES if f"\n  {line} " not in table]
+    assert re.search(r"\n  pipeline\(2\) in processes +\| PASS", table), table  # it was skipped for want of a transport
+    assert re.search(r"\n  pytest -m gpu +\| PASS +\| 1 passed in ", table), table
     record = json.loads((tmp_path / "facts.json").read_text())
     assert (record["card"], record["is_dry_run"]) == ("stand_in", True)
     assert {"torch", "python", "date", "driver", "nccl"} <= record.keys()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias
@@ -29,6 +29,8 @@ from counterpoint.strategies.buckets import BucketConfig, ReadyGrad, assign_buck
 
 MIN_SPEEDUP_RATIO = 0.97
 """A candidate is adopted only if its step time is at most this fraction of the current one."""
+StepTime: TypeAlias = float | Callable[[], float]
+"""Seconds of a step, or what returns them once a device has ended it."""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class BucketAutotuner:
         warm_up: steps before the first trial.
         num_rounds: trials of each candidate.
         num_steps: steps of a trial; the first of them is not measured.
-        seconds: step times, by candidate.
+        seconds: step times, by candidate; a function returns one that a device has measured.
     """
 
     num_candidates: int
@@ -50,7 +52,7 @@ class BucketAutotuner:
     num_rounds: int = 3
     num_steps: int = 3
     step: int = 0
-    seconds: dict[int, list[float]] = field(default_factory=dict)
+    seconds: dict[int, list[StepTime]] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -72,7 +74,7 @@ class BucketAutotuner:
         step = self.step - self.warm_up
         return 0 if step < 0 or self.is_done else step // self.num_steps % self.num_candidates
 
-    def record(self, seconds: float) -> None:
+    def record(self, seconds: StepTime) -> None:
         """Record the time of a step."""
         step = self.step - self.warm_up
         if step >= 0 and step % self.num_steps and not self.is_done:
@@ -80,8 +82,9 @@ class BucketAutotuner:
         self.step += 1
 
     def medians(self) -> list[float]:
-        """Return the median step time of each candidate."""
-        return [median(self.seconds.get(candidate, [0.0])) for candidate in range(self.num_candidates)]
+        """Return the median step time of each candidate; wait for the device that has not ended the last of them."""
+        times = (self.seconds.get(candidate, [0.0]) for candidate in range(self.num_candidates))
+        return [median(time if isinstance(time, float) else time() for time in of_one) for of_one in times]
 
 
 def choose_fastest(medians: Sequence[float]) -> int:

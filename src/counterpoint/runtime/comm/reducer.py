@@ -41,7 +41,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from counterpoint.device.event_clock import DeviceSpan
+from counterpoint.device.accelerator import Event
+from counterpoint.device.event_clock import DeviceSpan, EventClock
+from counterpoint.device.host import HostAccelerator
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Work
 from counterpoint.program.instruction import Collective, TensorRef
@@ -367,6 +369,12 @@ def _find_reductions(instructions: Sequence[Collective], store: ParamStore) -> I
             index += 1
 
 
+def read_span(clock: EventClock, began: Event, ended: Event) -> float:
+    """Return the seconds of a device from one event to another; wait for it if necessary."""
+    began_s, ended_s = clock.read([began, ended])
+    return ended_s - began_s
+
+
 class BackwardOverlap:
     """All reducers of a rank; the interpreter enters :meth:`overlap_backward` around a backward.
 
@@ -382,6 +390,7 @@ class BackwardOverlap:
         self.bucket_sizes = bucket_sizes
         self.reducers: dict[tuple[Collective, ...], list[Reducer]] = {}
         self.active: dict[TensorRef, Reducer] = {}
+        self.clock: EventClock | None = None  # of steps that try bucket sizes, once there is one
 
     @contextmanager
     def overlap_backward(self, instructions: tuple[Collective, ...], clock: ClockFn | None) -> Iterator[None]:
@@ -414,10 +423,16 @@ class BackwardOverlap:
             if reducer.bucket_plan.is_tuning
         ]
         self.active.clear()
-        start_s = time.perf_counter()
+        if not tuning:
+            yield
+            return
+        if self.clock is None:
+            self.clock = EventClock(self.store.accelerator or HostAccelerator())
+        began = self.clock()
         yield
+        step_time = partial(read_span, self.clock, began, self.clock())
         for bucket_plan in tuning:
-            bucket_plan.autotuner.record(time.perf_counter() - start_s)
+            bucket_plan.autotuner.record(step_time)
 
     def wait(self, instruction: Collective) -> None:
         """Wait for a reducer's synchronization, before the wait for its reduction."""
