@@ -104,3 +104,44 @@ def test_a_loss_that_changes_its_targets_is_not_computed_again(strategy):
     ) as step:
         losses = [step(x, y) for x, y in batches()]
     assert losses == pytest.approx(train_plain(plain), rel=1e-5)
+
+
+class OutOfPlace(InPlace):
+    def forward(self, x):
+        return super().forward(x.clone())
+
+
+def shrink_targets(output, targets):
+    return F.mse_loss(output, targets.mul_(0.9))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "message"),
+    [
+        (InPlace, F.mse_loss, "one of an earlier step"),
+        (OutOfPlace, shrink_targets, "loss changes its targets"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["pipedream(2)", "pipeline(2, schedule=pipedream_2bw)"])
+def test_batches_in_flight_that_are_changed_and_read_again_are_refused(model, loss, message, strategy):
+    """They are copies, so that the caller's tensors are not changed, as they would be in a plain loop."""
+    model = model()
+    with (
+        pytest.raises(DataError, match=message),
+        cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), loss, strategy=strategy) as step,
+    ):
+        list(map(step, *zip(*make_batches(is_target=False, is_reused=True), strict=True)))
+
+
+def accumulate_all(batches):
+    model = InPlace()
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, strategy="solo") as step:
+        for x, y in batches:
+            step.accumulate(x, y)
+        return step.update()
+
+
+def test_accumulated_batches_that_are_changed_and_read_again_are_refused():
+    assert accumulate_all(make_batches(is_target=False, is_reused=False)) > 0
+    with pytest.raises(DataError, match="copies of accumulated batches"):
+        accumulate_all(make_batches(is_target=False, is_reused=True))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES, tree_map
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 from counterpoint.errors import DataError
 from counterpoint.fabric.rank_scheduler import DEVICES
@@ -57,6 +58,71 @@ class MicrobatchSource(Protocol):
         ...
 
 
+class Memory(NamedTuple):
+    """Where a tensor lies.
+
+    Args:
+        storage: that it is in, of which this is no owner.
+        start: its first byte there.
+        stop: one past its last byte.
+    """
+
+    storage: StorageWeakRef
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Memory:
+        """Return the memory of a tensor; none for a sparse or nested one."""
+        if not has_strides(tensor):
+            return Memory(StorageWeakRef(torch.empty(0).untyped_storage()), 0, 0)  # type: ignore[no-untyped-call]
+        start = tensor.storage_offset() * tensor.element_size()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return Memory(storage, int(start), int(start + extent * tensor.element_size()))
+
+    def overlaps(self, other: Memory) -> bool:
+        """Tell whether another tensor has some of the same bytes."""
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+
+
+class BatchMemory(NamedTuple):
+    """Where the tensors of a batch lie that the user has passed.
+
+    Args:
+        inputs: of its inputs, in their order.
+        targets: of its targets.
+    """
+
+    inputs: Sequence[Memory]
+    targets: Sequence[Memory]
+
+    @staticmethod
+    def of(batch: tuple[Any, Any]) -> BatchMemory:
+        """Return the memory of inputs and targets, with or without marks of where samples are."""
+        inputs, targets = (
+            [Memory.of(leaf) for leaf in batch_leaves(values) if isinstance(leaf, Tensor)] for values in batch
+        )
+        return BatchMemory(inputs, targets)
+
+
+class KeptBatch(NamedTuple):
+    """Inputs and targets that are read after the call that has passed them.
+
+    Args:
+        values: copies, so that the caller may fill its tensors with the next batch.
+        origins: where the caller's tensors are; None if these are no copies.
+    """
+
+    values: tuple[Any, Any]
+    origins: BatchMemory | None = None
+
+    @staticmethod
+    def copy(batch: tuple[Any, Any]) -> KeptBatch:
+        """Return copies of all tensors of a batch."""
+        return KeptBatch((copy_tensors(batch[0]), copy_tensors(batch[1])), BatchMemory.of(batch))
+
+
 @dataclass(frozen=True, slots=True)
 class SlicedBatch:
     """A global batch in memory, of which microbatches are slices.
@@ -65,6 +131,7 @@ class SlicedBatch:
         batch: inputs and targets; each a tensor, or a tuple or dict of tensors, with the samples along dim 0.
         sample_ranges: for each microbatch its first sample and one past its last.
         autocasts: the autocasts to compute it under in an asynchronous pipeline; None for the current ones.
+        origins: where the tensors were that the user has passed, if the batch has copies of them.
 
     Attributes:
         sizes: the number of samples of each microbatch.
@@ -73,6 +140,7 @@ class SlicedBatch:
     batch: tuple[Any, Any]
     sample_ranges: tuple[tuple[int, int], ...]
     autocasts: Autocasts | None = None
+    origins: BatchMemory | None = None
     sizes: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +161,13 @@ class SlicedBatch:
         count = self.sample_ranges[-1][1]
         return *(slice_samples(values, 0, count) for values in self.batch), count
 
+    def keep(self) -> SlicedBatch:
+        """Return the batch with copies of its tensors, if it has none."""
+        if self.origins is not None:
+            return self
+        kept = KeptBatch.copy(self.batch)
+        return replace(self, batch=kept.values, origins=kept.origins)
+
 
 def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - any nest of tensors
     """Return samples ``start`` to ``stop`` of every tensor in a nest, in the same memory.
@@ -100,22 +175,51 @@ def slice_samples(values: Any, start: int, stop: int) -> Any:  # noqa: ANN401 - 
     Their version counters are their own, so that a forward may change one microbatch in place before the backward of
     another.
     """
+    return map_parts(values, lambda tensor: slice_tensor(tensor, start, stop), lambda part: part.slice(start, stop))
+
+
+def slice_tensor(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return samples ``start`` to ``stop`` of a tensor, as :func:`slice_samples` does."""
+    if not has_strides(tensor):
+        return slice_special(tensor, start, stop)
+    if tensor.requires_grad:  # a loss may differentiate with respect to an undivided input
+        return tensor if (start, stop) == (0, len(tensor)) else tensor[start:stop]
+    return tensor.data[start:stop]
+
+
+def copy_tensors(values: Any) -> Any:  # noqa: ANN401 - any nest of tensors
+    """Return a nest with copies of its tensors, lists and dicts; what needs gradients passes them on."""
+    return map_parts(values, Tensor.clone, lambda part: replace(part, value=copy_tensors(part.value)))
+
+
+def map_parts(
+    values: Any,  # noqa: ANN401 - any nest of tensors
+    of_tensor: Callable[[Tensor], Tensor],
+    of_part: Callable[[SamplePart], Any],
+) -> Any:  # noqa: ANN401 - likewise
+    """Return a nest with other tensors, and others of the parts whose samples do not lie along dim 0."""
     if isinstance(values, Tensor):
-        if values.layout is not torch.strided or values.is_nested:
-            return slice_special(values, start, stop)
-        if values.requires_grad:  # a loss may differentiate with respect to an undivided input
-            return values if (start, stop) == (0, len(values)) else values[start:stop]
-        return values.data[start:stop]
+        return of_tensor(values)
     if isinstance(values, SamplePart):
-        return values.slice(start, stop)
+        return of_part(values)
     if isinstance(values, dict):
-        return {key: slice_samples(value, start, stop) for key, value in values.items()}
+        return {key: map_parts(value, of_tensor, of_part) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        parts = [slice_samples(value, start, stop) for value in values]
+        parts = [map_parts(value, of_tensor, of_part) for value in values]
         return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
     if type(values) in SUPPORTED_NODES:  # such as a dataclass
-        return tree_map(lambda leaf: slice_samples(leaf, start, stop), values)
+        return tree_map(lambda leaf: map_parts(leaf, of_tensor, of_part), values)
     return values
+
+
+def has_strides(tensor: Tensor) -> bool:
+    """Tell whether a tensor is dense, in one piece of memory."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def batch_leaves(values: Any) -> list[Any]:  # noqa: ANN401 - any nest of tensors
+    """Return the leaves of a batch, and of the parts whose samples do not lie along dim 0."""
+    return tree_leaves([leaf.value if isinstance(leaf, SamplePart) else leaf for leaf in tree_leaves(values)])
 
 
 def slice_special(values: Tensor, start: int, stop: int) -> Tensor:
@@ -204,6 +308,15 @@ class AsyncPipelineBatches:
         """Return the autocasts that a microbatch is computed under; None for the current ones."""
         batch = self.batches[micro // self.microbatches_per_batch]
         return batch.autocasts if isinstance(batch, SlicedBatch | AccumulatedBatches) else None
+
+
+def is_copied(batch: MicrobatchSource) -> bool:
+    """Tell whether a batch has copies of the tensors that the user has passed."""
+    if isinstance(batch, AsyncPipelineBatches):
+        return any(map(is_copied, batch.batches.values()))
+    if isinstance(batch, AccumulatedBatches):
+        return any(map(is_copied, batch.batches))
+    return isinstance(batch, SlicedBatch) and batch.origins is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,7 +343,9 @@ class FitLoop:
         if has_remote_ranks(ranks.world):
             program, first = ranks.compiled.step_variants[-1].program, ranks.world.fabrics[0].rank
             self.committed_microbatches = committed_microbatches(program, first)
-        selection = MicrobatchSelection(micros, ranks.global_num_microbatches, ranks.options.timeout_s)
+        selection = MicrobatchSelection(
+            micros, ranks.global_num_microbatches, ranks.options.timeout_s, are_kept=ranks.in_flight.lookahead > 0
+        )
         num_left = None if self.num_steps is None else self.num_steps - self.progress.step
         self.batches.start(self.progress.cursor, num_left, selection)
 

@@ -23,7 +23,13 @@ from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.commit.device_commit import LateResult
 from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.loss.loss_reduction import LossFunction
-from counterpoint.runtime.microbatches import AccumulatedBatches, MicrobatchSource, SlicedBatch, slice_samples
+from counterpoint.runtime.microbatches import (
+    AccumulatedBatches,
+    KeptBatch,
+    MicrobatchSource,
+    SlicedBatch,
+    slice_samples,
+)
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.terminal_text import warn
 from counterpoint.training.agreement.rank_facts import CallFacts, NamedFacts, describe_arguments, describe_ranks
@@ -76,6 +82,7 @@ class TrainStep:
 
     Under an asynchronous pipeline (pipedream) a call updates with the batch whose loss it returns, at the learning rate
     of this call: step a scheduler after calls that have returned a loss, and in ``flush(after=scheduler.step)``.
+    Batches in flight are copies, so that a loop may fill the tensors of one with the next.
 
     Args:
         local_ranks: the ranks.
@@ -115,7 +122,7 @@ class TrainStep:
         self.is_closed = False
         self.is_multi_process = False  # whether other processes have ranks, too
         self.committed_microbatches: list[int] = []
-        self.accumulated: list[tuple[Any, Any]] = []  # batches for the next update()
+        self.accumulated: list[KeptBatch] = []  # batches for the next update()
         self.known_pids: set[int] = set()  # child processes that were checked
         self.has_warned_of_fork = False  # of forked workers
 
@@ -147,10 +154,10 @@ class TrainStep:
             )
         if self.batch_exchange is not None:
             return self.step_with_rank_batch(self.batch_exchange, batch)
-        return self.train([batch])
+        return self.train([KeptBatch(batch)])
 
     def accumulate(self, inputs: Any, targets: Any = NO_TARGETS) -> None:  # noqa: ANN401 - of any form
-        """Keep a batch for the next :meth:`update`, which trains on all that were kept.
+        """Keep a copy of a batch for the next :meth:`update`, which trains on all that were kept.
 
         Args:
             inputs: as for a call of the step.
@@ -173,7 +180,7 @@ class TrainStep:
                 "accumulate() takes global batches, but batches='per_rank' was given; pass the samples of several "
                 "batches in one call, which num_microbatches=K computes in K parts, or omit batches"
             )
-        self.accumulated.append(batch)
+        self.accumulated.append(KeptBatch.copy(batch))
 
     def update(self) -> float:
         """Train on the accumulated batches in one step, as on one batch with all their samples.
@@ -214,15 +221,15 @@ class TrainStep:
             register_dataclasses((inputs, targets))
         return self.sample_layout.mark(inputs, targets)
 
-    def train(self, batches: Sequence[tuple[Any, Any]]) -> float:
+    def train(self, batches: Sequence[KeptBatch]) -> float:
         """Take one step on the samples of some global batches, and return its loss as :meth:`submit` does.
 
         Raises:
             DataError: there are more batches than microbatches.
         """
-        counts = [count_samples(*batch) for batch in batches]
+        counts = [count_samples(*batch.values) for batch in batches]
         if self.local_ranks.compiled is None:
-            self.build(batches, counts)
+            self.build([batch.values for batch in batches], counts)
         num_microbatches = self.local_ranks.global_num_microbatches
         if len(batches) == 1:
             return self.submit(make_global_batch(batches[0], counts[0], num_microbatches))
@@ -238,7 +245,7 @@ class TrainStep:
     def submit(self, batch: MicrobatchSource) -> float:
         """Start a batch; return the loss of the batch that was finished: this one, unless several are in flight."""
         flight = self.local_ranks.in_flight
-        flight.batches[self.number] = batch
+        flight.batches[self.number] = batch.keep() if flight.lookahead and isinstance(batch, SlicedBatch) else batch
         loss = self.run_step(self.number - flight.lookahead)
         self.number += 1
         return loss

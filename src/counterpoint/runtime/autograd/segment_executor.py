@@ -51,7 +51,13 @@ from counterpoint.runtime.loss.batch_loss import (
 from counterpoint.runtime.loss.loss_check import LateLossCheck, LossCheck, LossSamples, count_in_place_changes
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction, PartTotal, ReductionRecorder, compute_mean_loss
-from counterpoint.runtime.microbatches import AsyncPipelineBatches, LossFactors, MicrobatchSource, autocast_as
+from counterpoint.runtime.microbatches import (
+    AsyncPipelineBatches,
+    LossFactors,
+    MicrobatchSource,
+    autocast_as,
+    is_copied,
+)
 from counterpoint.runtime.offload.offloaded_inputs import OffloadedInputs
 from counterpoint.runtime.offload.partitioned_values import ValuePart, split_value
 from counterpoint.runtime.params.grad_check import ParamGroup
@@ -126,6 +132,10 @@ CHANGED_TARGETS = (
     "the loss changes its targets or the output in place ({what}), but several ranks of this process compute it from "
     "the same tensors, and each would change them again; change a copy, as by targets * 0.9 instead of "
     "targets.mul_(0.9), or train with one rank in each process"
+)
+CHANGED_COPIES = (
+    "the loss changes its targets in place ({what}), as a plain loop would see, but accumulated batches, and those in "
+    "flight in an asynchronous pipeline, are copies; change a copy, as by targets * 0.9 instead of targets.mul_(0.9)"
 )
 
 
@@ -667,7 +677,8 @@ class SegmentExecutor:
             self.rng.begin_loss(seeds=self.model.uses_rng)
             loss_function = self.loss_function()
             is_shared = is_whole and model.num_loss_calls > 1  # by ranks of this process
-            version = count_in_place_changes(output, targets) if self.loss_check is not None or is_shared else 0
+            watches = self.loss_check is not None or is_shared or is_copied(self.batch)
+            versions = [count_in_place_changes(values) for values in (output, targets)] if watches else []
             loss, loss_weight, parts = compute_mean_loss(
                 loss_function,
                 output,
@@ -678,11 +689,7 @@ class SegmentExecutor:
                 is_sum=model.loss_is_sum,
                 random_functions=self.rng.functions,
             )
-            is_changed = (self.loss_check is not None or is_shared) and (
-                count_in_place_changes(output, targets) != version
-            )
-            if is_shared and is_changed:
-                raise DataError(CHANGED_TARGETS.format(what=what))
+            is_changed = watches and self.require_own_targets(versions, output, targets, what, is_shared=is_shared)
             if self.loss_check is not None and torch.is_grad_enabled() and not is_changed:
                 step = self.step_and_micro(micro)[0]
                 if is_shared:
@@ -696,6 +703,37 @@ class SegmentExecutor:
             loss = loss / size
         self.record_loss(micro, loss.detach(), loss_weight, parts)
         return self.scale_loss(loss, self.backward_factor(micro, loss_weight))
+
+    def require_own_targets(
+        self,
+        versions: Sequence[int],
+        output: Any,  # noqa: ANN401 - whatever the model returns
+        targets: Any,  # noqa: ANN401 - whatever the loss takes
+        what: str,
+        *,
+        is_shared: bool,
+    ) -> bool:
+        """Return whether a loss has changed its output or targets in place, which nobody else may read.
+
+        Args:
+            versions: of output and targets before it was computed.
+            output: of the model.
+            targets: of the samples.
+            what: the samples, for the error.
+            is_shared: whether other ranks of this process compute the loss from the same tensors.
+
+        Raises:
+            DataError: it has, and others read them, or the caller does, whose tensors are not changed.
+        """
+        assert self.batch is not None, "a step has begun"
+        changed = [
+            count_in_place_changes(values) != before for values, before in zip((output, targets), versions, strict=True)
+        ]
+        if is_shared and any(changed):
+            raise DataError(CHANGED_TARGETS.format(what=what))
+        if changed[1] and is_copied(self.batch):
+            raise DataError(CHANGED_COPIES.format(what=what))
+        return any(changed)
 
     def scale_loss(self, loss: Tensor, factor: Tensor | float = 1.0) -> Tensor:
         """Return the loss times a factor and the loss scale, which backward starts from."""

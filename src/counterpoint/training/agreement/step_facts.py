@@ -20,7 +20,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn, optim
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten
 
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
@@ -30,6 +30,7 @@ from counterpoint.runtime.microbatches import (
     AsyncPipelineBatches,
     MicrobatchSource,
     SlicedBatch,
+    batch_leaves,
     current_autocasts,
 )
 from counterpoint.runtime.sample_layout import SamplePart
@@ -459,14 +460,13 @@ def submitted_batch(batch: MicrobatchSource) -> tuple[Any, ...] | None:
     return batch.batch if isinstance(batch, SlicedBatch) else None
 
 
-def submitted_batches(batch: MicrobatchSource) -> list[tuple[Any, Any]]:
-    """Return inputs and targets of what :func:`submitted_batch` returns, without marks of where samples are."""
+def submitted_parts(batch: MicrobatchSource) -> list[SlicedBatch]:
+    """Return what :func:`submitted_batch` returns, with where its tensors were."""
     if isinstance(batch, AsyncPipelineBatches):
         newest = max(batch.batches, default=None)
-        return [] if newest is None else submitted_batches(batch.batches[newest])
+        return [] if newest is None else submitted_parts(batch.batches[newest])
     parts = batch.batches if isinstance(batch, AccumulatedBatches) else [batch]
-    pairs = [part.batch for part in parts if isinstance(part, SlicedBatch)]
-    return [(tree_map(part_value, inputs), tree_map(part_value, targets)) for inputs, targets in pairs]
+    return [part for part in parts if isinstance(part, SlicedBatch)]
 
 
 def digest_batch(batch: MicrobatchSource) -> Iterator[object]:
@@ -512,11 +512,6 @@ def describe_batch(batch: MicrobatchSource) -> list[list[str]]:
         ["the form of the batch", describe_form(values)],
         ["the content of the batch", f"digest {' '.join(contents)}"],
     ]
-
-
-def batch_leaves(values: tuple[Any, ...]) -> list[Any]:
-    """Return the leaves of a batch, and of lists with an entry for each sample."""
-    return tree_leaves([part_value(leaf) for leaf in tree_leaves(values)])
 
 
 def describe_form(values: tuple[Any, ...]) -> str:

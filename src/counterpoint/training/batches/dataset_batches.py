@@ -19,7 +19,7 @@ from counterpoint.errors import DataError
 from counterpoint.fabric.fingerprint import digest
 from counterpoint.optim.validation import require_counts
 from counterpoint.partitioning.pytree import register_dataclasses
-from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
+from counterpoint.runtime.microbatches import MicrobatchSource, copy_tensors, slice_samples
 from counterpoint.training.batches.global_batch import MicrobatchSelection, count_samples, make_global_batch
 
 INDEX_LOOKAHEAD = 16
@@ -88,6 +88,7 @@ class DatasetBatches:
         self.reader = SampleReader(dataset, order.seed, collate_fn)
         self.index_cache: dict[tuple[int, int], Indices] = {}
         self.loader: MicrobatchLoader | None = None
+        self.copies = False  # what collate_fn returns, since it is needed while the next batch is collated
 
     @property
     def num_batches(self) -> int:
@@ -149,6 +150,7 @@ class DatasetBatches:
             num_batches: how many batches are left.
             selection: what this process reads.
         """
+        self.copies = selection.are_kept
         if not selection.micros or not num_batches:
             return
         micros = [0] if self.reads_whole_batches else selection.micros
@@ -200,6 +202,7 @@ class DatasetBatches:
             epoch=epoch,
             read=read,
             is_whole=self.reads_whole_batches,
+            copies=self.copies,
         )
 
     def sample_indices(self, cursor: Cursor) -> Indices:
@@ -257,6 +260,7 @@ class DatasetBatch:
         epoch: for the random numbers that samples draw.
         read: returns the samples of a microbatch, if not this process reads them.
         is_whole: whether the batch is read at once, as microbatch 0, and then cut into microbatches.
+        copies: whether it is still needed when the next batch is read.
     """
 
     def __init__(  # noqa: PLR0913 - what determines a batch
@@ -269,6 +273,7 @@ class DatasetBatch:
         epoch: int = 0,
         read: Callable[[int], Any] | None = None,
         is_whole: bool = False,
+        copies: bool = False,
     ) -> None:
         self.reader = reader
         self.indices = indices
@@ -278,6 +283,9 @@ class DatasetBatch:
         self.epoch = epoch
         self.read = read
         self.is_whole = is_whole
+        # the user's code may fill the same tensors again: collate_fn for the next batch, fetch for the next microbatch
+        own_tensors = is_whole or hasattr(reader.dataset, "fetch")
+        self.copies = read is None and own_tensors and (copies or (num_microbatches > 1 and not is_whole))
         self.parts: dict[int, tuple[Any, Any]] = {}  # inputs and targets by microbatch
         self.errors: dict[int, Exception] = {}  # of reading them
 
@@ -301,7 +309,8 @@ class DatasetBatch:
             samples = self.reader.read(self.epoch, self.indices[start:stop]) if self.read is None else self.read(micro)
             if self.reader.collate_fn is not None:
                 register_dataclasses(samples)
-            self.parts[micro] = self.split(samples)
+            values = self.split(samples)
+            self.parts[micro] = copy_tensors(values) if self.copies else values
             if self.is_whole:
                 self.require_all_samples(*self.parts[micro])
         return self.parts[micro]

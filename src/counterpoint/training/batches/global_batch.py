@@ -19,7 +19,7 @@ from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError
 from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
-from counterpoint.runtime.microbatches import MicrobatchSource, SlicedBatch, current_autocasts
+from counterpoint.runtime.microbatches import KeptBatch, MicrobatchSource, SlicedBatch, current_autocasts
 from counterpoint.runtime.sample_layout import SamplePart
 from counterpoint.terminal_text import warn
 from counterpoint.world.topology import format_count
@@ -33,11 +33,13 @@ class MicrobatchSelection:
         micros: the microbatches that its ranks need.
         num_microbatches: of a batch.
         timeout_s: the longest that a rank waits.
+        are_kept: whether a batch is still needed when the next one is read.
     """
 
     micros: Sequence[int]
     num_microbatches: int
     timeout_s: float
+    are_kept: bool = False
 
 
 def count_samples(inputs: Any, targets: Any, *, may_be_empty: bool = False) -> int:  # noqa: ANN401 - of any form
@@ -116,9 +118,10 @@ def batch_digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
     return hasher.hexdigest()[:16]
 
 
-def make_global_batch(batch: tuple[Any, Any], count: int, num_microbatches: int) -> SlicedBatch:
+def make_global_batch(batch: tuple[Any, Any] | KeptBatch, count: int, num_microbatches: int) -> SlicedBatch:
     """Split inputs and targets into microbatches."""
-    return SlicedBatch(batch, tuple(split_batch(count, num_microbatches)), current_autocasts())
+    values, origins = batch if isinstance(batch, KeptBatch) else (batch, None)
+    return SlicedBatch(values, tuple(split_batch(count, num_microbatches)), current_autocasts(), origins)
 
 
 def warn_forked_workers(known_pids: set[int]) -> bool:

@@ -22,7 +22,7 @@ from counterpoint.data.microbatch_reader import preserve_rng, seed_rng
 from counterpoint.data.sampler import Cursor
 from counterpoint.errors import CheckpointError, DataError
 from counterpoint.partitioning.pytree import register_dataclasses
-from counterpoint.runtime.microbatches import MicrobatchSource
+from counterpoint.runtime.microbatches import KeptBatch, MicrobatchSource
 from counterpoint.terminal_text import warn
 from counterpoint.training.batches.global_batch import (
     MicrobatchSelection,
@@ -36,14 +36,19 @@ class StreamedBatch(NamedTuple):
     """A batch that was read.
 
     Args:
-        values: the model's inputs, and what the loss gets.
+        kept: the model's inputs, and what the loss gets.
         num_samples: their number.
         state: of the stream before it was read; empty for one without.
     """
 
-    values: tuple[Any, Any]
+    kept: KeptBatch
     num_samples: int
     state: dict[str, Any]
+
+    @property
+    def values(self) -> tuple[Any, Any]:
+        """The model's inputs, and what the loss gets."""
+        return self.kept.values
 
 
 class StreamRng:
@@ -123,6 +128,7 @@ class StreamedBatches:
         self.has_ended = False
         self.error: Exception | None = None  # of the stream
         self.buffer: list[StreamedBatch] = []
+        self.copies = False  # the batches that it reads, since they are needed while it fills the same tensors again
         self.iterator: Iterator[Any] = iter(())
         self.rng = StreamRng(seed, first_epoch)
         owners = [data, data.dataset] if isinstance(data, DataLoader) and not data.num_workers else [data]
@@ -175,6 +181,9 @@ class StreamedBatches:
     def start(self, cursor: Cursor, num_batches: int | None, selection: MicrobatchSelection) -> None:
         """Move to a cursor; a loader reads ahead on its own, and every rank reads everything."""
         self.move_to(cursor)
+        if selection.are_kept and type(self.data) not in {list, tuple}:  # no code runs when these are read
+            self.copies = True
+            self.buffer = [batch._replace(kept=KeptBatch.copy(batch.values)) for batch in self.buffer]
 
     def open_epoch(self, epoch: int) -> None:
         """Begin to read an epoch.
@@ -233,7 +242,8 @@ class StreamedBatches:
         if not self.num_read:
             register_dataclasses(batch)
         values = self.split(batch)
-        self.buffer.append(StreamedBatch(values, count_samples(*values), state))
+        kept = KeptBatch.copy(values) if self.copies else KeptBatch(values)
+        self.buffer.append(StreamedBatch(kept, count_samples(*values), state))
         self.num_read += 1
 
     def move_to(self, cursor: Cursor) -> None:
@@ -260,7 +270,7 @@ class StreamedBatches:
             self.move_to(cursor)
             first = cursor.batch
         batch = self.fill(cursor.batch - first + 1)[cursor.batch - first]
-        return make_global_batch(batch.values, batch.num_samples, num_microbatches)
+        return make_global_batch(batch.kept, batch.num_samples, num_microbatches)
 
     def state_at(self, cursor: Cursor) -> dict[str, Any]:
         """Return the position at a cursor in mid-epoch, with a hash of the batch there; empty between two epochs."""

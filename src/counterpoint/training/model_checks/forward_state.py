@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import DataError, PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE, find_generators, read_states
+from counterpoint.runtime.microbatches import BatchMemory, Memory, SlicedBatch
 from counterpoint.runtime.rng.draw_sites import other_rng_state
 from counterpoint.training.model_checks.embedding_checks import FrequencyScalingDetector
 
@@ -127,76 +127,72 @@ class ForwardState:
             )
 
 
-Memory: TypeAlias = tuple[StorageWeakRef, int, int]
-"""Of a tensor, and where it begins and ends there, in bytes."""
-
-
 class InputReuse:
     """Checks that memory which a forward changes in place is not read again, where ranks leave inputs as they are.
 
     Args:
         model: the name of its class.
         changed: the indices of the tensors among the inputs of a forward that it changes.
-        plan: of ranks that do not change them, or not in all processes.
-        is_kept: whether they change none; otherwise the ranks that read the inputs do.
+        plan: the plan.
+        is_kept: whether the ranks change none.
+        is_kept_elsewhere: whether those in other processes, which do not read the inputs, change none.
     """
 
-    def __init__(self, model: str, changed: Sequence[int], plan: str, *, is_kept: bool) -> None:
-        self.model, self.changed, self.plan, self.is_kept = model, changed, plan, is_kept
+    def __init__(
+        self, model: str, changed: Sequence[int], plan: str, *, is_kept: bool, is_kept_elsewhere: bool
+    ) -> None:
+        self.model, self.changed, self.plan = model, changed, plan
+        self.is_kept, self.is_kept_elsewhere = is_kept, is_kept_elsewhere
         self.newest: int | None = None  # number of the batch, of an asynchronous pipeline
-        self.read: list[Memory] = []  # inputs of earlier steps: memory, and which part of it
+        self.read: list[Memory] = []  # inputs of earlier steps
 
-    def check_batch(self, batch: object, submitted: Sequence[tuple[Any, Any]]) -> None:
+    def check_batch(self, batch: object, submitted: Sequence[SlicedBatch]) -> None:
         """Check what the user has passed, once, though an asynchronous pipeline is flushed over several steps.
 
         Args:
             batch: what ranks read.
-            submitted: inputs and targets.
+            submitted: what the user has passed.
         """
         newest = getattr(batch, "batches", None)
         key = max(newest, default=None) if isinstance(newest, dict) else None
         if key is None or key != self.newest:
             self.newest = key
-            for inputs, targets in submitted:
-                self.require_none(inputs, targets)
+            for part in submitted:
+                self.require_none(part)
 
-    def require_none(self, inputs: Any, targets: Any) -> None:  # noqa: ANN401 - any nests
+    def require_none(self, part: SlicedBatch) -> None:
         """Check the tensors of a batch.
 
         Raises:
             DataError: a tensor that the forward changes is also a target, or was an input of an earlier step.
         """
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        changed = [_memory_of(tensors[index]) for index in self.changed if index < len(tensors)]
-        self.read = [entry for entry in self.read if not entry[0].expired()]  # type: ignore[no-untyped-call]
-        of_targets = [_memory_of(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
-        for memory in changed:
-            if any(_share_memory(memory, other) for other in of_targets):
-                self._refuse("which is also a target")
-            if self.is_kept and any(_share_memory(memory, other) for other in self.read):
-                self._refuse("which was one of an earlier step, too")
-        if self.is_kept:
+        is_kept = self.is_kept or part.origins is not None
+        if not is_kept and not self.is_kept_elsewhere:
+            return
+        memory = BatchMemory.of(part.batch) if part.origins is None else part.origins
+        changed = [memory.inputs[index] for index in self.changed if index < len(memory.inputs)]
+        self.read = [entry for entry in self.read if not entry.storage.expired()]  # type: ignore[no-untyped-call]
+        for own in changed:
+            if any(own.overlaps(other) for other in memory.targets):
+                self._refuse(part, "which is also a target")
+            if is_kept and any(own.overlaps(other) for other in self.read):
+                self._refuse(part, "which was one of an earlier step, too")
+        if is_kept:
             self.read += changed
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, part: SlicedBatch, what: str) -> NoReturn:
+        if part.origins is None:
+            why = f"under {self.plan} ranks run the operations of one call, or stages in other processes"
+            remedies = "pass a copy (x.clone()), or use a strategy that keeps the model whole (data, zero of level 1 "
+            remedies += "or 2, server)"
+        else:
+            why = "the ranks train on copies of accumulated batches, and of those in flight in an asynchronous pipeline"
+            remedies = "or pass a copy (x.clone())"
         raise DataError(
             f"the forward of {self.model} changes an input in place, {what}, so that a plain loop reads the changed "
-            f"values there, but under {self.plan} ranks run the operations of one call, or stages in other processes, "
-            "which do not change it; write the forward without in-place operations (x = x * 2 for x *= 2), pass a "
-            "copy (x.clone()), or use a strategy that keeps the model whole (data, zero of level 1 or 2, server)"
+            f"values there, but {why}, which do not change it; write the forward without in-place operations "
+            f"(x = x * 2 for x *= 2), {remedies}"
         )
-
-
-def _memory_of(tensor: Tensor) -> Memory:
-    """Return the memory of a tensor, and where it begins and ends there."""
-    start = tensor.storage_offset() * tensor.element_size()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    return storage, int(start), int(start + extent * tensor.element_size())
-
-
-def _share_memory(one: Memory, other: Memory) -> bool:
-    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
 def _copy_tensors(inputs: Inputs) -> Inputs:

@@ -69,7 +69,7 @@ from counterpoint.runtime.state_dict import (
 from counterpoint.strategies.buckets import BucketConfig
 from counterpoint.training.agreement.device_facts import compare_devices
 from counterpoint.training.agreement.rank_facts import CallFacts
-from counterpoint.training.agreement.step_facts import submitted_batches
+from counterpoint.training.agreement.step_facts import submitted_parts
 from counterpoint.training.agreement.weight_values import find_differing_weights
 from counterpoint.training.batches.in_flight import InFlightBatches
 from counterpoint.training.between_steps.model_changes import ModelChanges
@@ -396,9 +396,13 @@ class LocalRanks:
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(run.compiled.step_variants[-1])
         is_kept = isinstance(run.partition, TracedPartition)
-        if run.changed_inputs and (is_kept or not (self.is_single_process or isinstance(run.partition, WholeModel))):
+        if run.changed_inputs:
             self.input_reuse = InputReuse(
-                type(self.model).__name__, run.changed_inputs, str(self.plan), is_kept=is_kept
+                type(self.model).__name__,
+                run.changed_inputs,
+                str(self.plan),
+                is_kept=is_kept,
+                is_kept_elsewhere=not (self.is_single_process or isinstance(run.partition, WholeModel)),
             )
         return run.partition
 
@@ -791,7 +795,7 @@ class LocalRanks:
         self.stale_weights.unmark()
         self.step_gradients.drop()
         if self.input_reuse is not None:
-            self.input_reuse.check_batch(batch, submitted_batches(batch))
+            self.input_reuse.check_batch(batch, submitted_parts(batch))
         changes = self.changes
         changes.begin_step(batch, lambda: self.run_example(batch))
         return changes
