@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -78,6 +79,9 @@ def torch_state_dict(
 PAIRS_KEY = "(key, value)"
 """The only key of a mapping that is stored as a list of pairs, because not all its keys are strings."""
 
+FLOAT_KEY = "(float)"
+"""The only key of a mapping that stands for a number that JSON does not have: inf, -inf or nan."""
+
 
 def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
     """Return nested values as JSON; the inverse of :func:`from_json`.
@@ -85,6 +89,8 @@ def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
     Example:
         >>> to_json({"milestones": {7: 1}, "lrs": (0.1, None)})
         {'milestones': {'(key, value)': [[7, 1]]}, 'lrs': [0.1, None]}
+        >>> to_json(math.inf)
+        {'(float)': 'inf'}
     """
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
@@ -93,7 +99,9 @@ def to_json(value: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
     if isinstance(value, Tensor):
-        return value.tolist()
+        return to_json(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT_KEY: str(float(value))}
     return value if isinstance(value, int | float | str | bool) or value is None else str(value)
 
 
@@ -104,6 +112,8 @@ def from_json(saved: Any, like: Any) -> Any:  # noqa: ANN401 - JSON in, whatever
         >>> from_json({"(key, value)": [[7, 1]]}, Counter({9: 1}))
         Counter({7: 1})
     """
+    if isinstance(saved, dict) and saved.keys() == {FLOAT_KEY}:
+        return float(saved[FLOAT_KEY])
     if isinstance(saved, dict):
         pairs = saved[PAIRS_KEY] if saved.keys() == {PAIRS_KEY} else saved.items()
         template = like if isinstance(like, Mapping) else {}
@@ -160,6 +170,7 @@ def find_form_flaw(
         >>> find_form_flaw({"base_lrs": ["fast"]}, {"base_lrs": [0.1]}, "schedule")
         "schedule.base_lrs[0] is 'fast', but this run has 0.1"
     """
+    saved, own = (0.0 if isinstance(value, dict) and value.keys() == {FLOAT_KEY} else value for value in (saved, own))
     if isinstance(own, dict) and isinstance(saved, dict):
         parts = [(f".{shorten(name)}", saved[name], own[name]) for name in saved.keys() & own.keys()]
     elif isinstance(own, list) and isinstance(saved, list):

@@ -1,7 +1,9 @@
 """A custom loop that saves continues as if nothing had happened, under any plan; nothing else is loaded."""
 
+import math
 import random
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.checkpoint import step_folders
+from counterpoint.training.optimizer_state import find_form_flaw, from_json, to_json
 from tests.training.trainers import build_seeded, fit, max_difference, mlp, state_of
 
 PLANS = ["solo", "data(2)", "zero3(2)", "pipeline(2)", "tensor(2)"]
@@ -196,3 +199,79 @@ def test_a_loop_continues_from_a_checkpoint_of_a_trainer(tmp_path):
         with cp.parallelize(model, optim.AdamW, F.cross_entropy, strategy="pipeline(2)") as step:
             assert step.load(tmp_path) == 3
             assert max_difference(state_of(model), trained) == 0
+
+
+lr_schedules = optim.lr_scheduler
+SCHEDULES = {
+    "lambda": lambda sgd: lr_schedules.LambdaLR(sgd, lambda number: 0.9**number),
+    "multiplicative": lambda sgd: lr_schedules.MultiplicativeLR(sgd, lambda number: 0.9),
+    "step": lambda sgd: lr_schedules.StepLR(sgd, 2, 0.5),
+    "multi_step": lambda sgd: lr_schedules.MultiStepLR(sgd, [2, 5], 0.5),
+    "constant": lambda sgd: lr_schedules.ConstantLR(sgd, 0.5, 5),
+    "linear": lambda sgd: lr_schedules.LinearLR(sgd, 0.1, total_iters=6),
+    "exponential": lambda sgd: lr_schedules.ExponentialLR(sgd, 0.9),
+    "polynomial": lambda sgd: lr_schedules.PolynomialLR(sgd, 7, 2.0),
+    "cosine": lambda sgd: lr_schedules.CosineAnnealingLR(sgd, 5),
+    "warm_restarts": lambda sgd: lr_schedules.CosineAnnealingWarmRestarts(sgd, 3, 2),
+    "cyclic": lambda sgd: lr_schedules.CyclicLR(sgd, 0.01, 0.1, step_size_up=3, mode="triangular2"),
+    "one_cycle": lambda sgd: lr_schedules.OneCycleLR(sgd, 0.1, total_steps=9),
+    "plateau": lambda sgd: lr_schedules.ReduceLROnPlateau(sgd, patience=0, threshold=0.5, factor=0.5),
+    "swa": lambda sgd: optim.swa_utils.SWALR(sgd, 0.01, anneal_epochs=4),
+    "chained": lambda sgd: lr_schedules.ChainedScheduler(
+        [lr_schedules.ConstantLR(sgd, 0.5, 4), lr_schedules.ExponentialLR(sgd, 0.9)]
+    ),
+    "sequential": lambda sgd: lr_schedules.SequentialLR(
+        sgd, [lr_schedules.LinearLR(sgd, 0.1, total_iters=3), lr_schedules.CosineAnnealingLR(sgd, 5)], [3]
+    ),
+}
+
+
+def train_scheduled(make_schedule, train_step, optimizer, *, numbers):
+    """Step a schedule after each step, by its loss if it asks for one; return the schedule."""
+    schedule = make_schedule(optimizer)
+    for number in numbers(schedule):
+        random = torch.Generator().manual_seed(number)
+        loss = train_step(torch.randn(8, 4, generator=random).double(), torch.randn(8, 3, generator=random).double())
+        schedule.step(*[loss] if isinstance(schedule, lr_schedules.ReduceLROnPlateau) else [])
+    return schedule
+
+
+def train_plain_step(model, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def make_linear():
+    model = build_seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
+    return model, optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.long(quick=["data(2)-plateau", "zero2(2)-sequential"])
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("plan", ["data(2)", "zero2(2)"])
+def test_every_schedule_of_torch_continues_exactly(plan, kind, tmp_path):
+    expected, sgd = make_linear()
+    plain_step = partial(train_plain_step, expected, sgd)
+    train_scheduled(SCHEDULES[kind], plain_step, sgd, numbers=lambda _: range(8))
+    model, sgd = make_linear()
+    with cp.parallelize(model, sgd, F.mse_loss, strategy=plan) as step:
+        schedule = train_scheduled(SCHEDULES[kind], step, sgd, numbers=lambda _: range(3))
+        step.save(tmp_path, scheduler=schedule)
+    model, sgd = make_linear()
+    with cp.parallelize(model, sgd, F.mse_loss, strategy=plan) as step:
+        rest = partial(step.load, tmp_path)
+        train_scheduled(SCHEDULES[kind], step, sgd, numbers=lambda own: range(rest(scheduler=own), 8))
+    assert max_difference(state_of(model), state_of(expected)) <= 1e-12
+
+
+def test_numbers_that_json_does_not_have_come_back():
+    values = {"best": math.inf, "worst": -math.inf, "last": (math.nan, 1.0)}
+    saved = to_json(values)
+    assert from_json(saved, values)["best"] == math.inf
+    assert from_json(saved, values)["worst"] == -math.inf
+    assert math.isnan(from_json(saved, values)["last"][0])
+    assert not find_form_flaw(saved, to_json({"best": 0.5}), "schedule")
+    assert find_form_flaw(to_json({"best": "low"}), saved, "schedule")
