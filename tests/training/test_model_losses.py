@@ -110,6 +110,44 @@ def test_a_mean_by_a_mask_is_refused_with_numbers(plan, num_microbatches):
         train(build(LanguageModel, "mask"), own, token_batches(), plan, num_microbatches)
 
 
+class OtherInTraining(nn.Module):
+    """Returns a loss in training, and outputs for samples in evaluation, as models of detection do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(4, 8), nn.Linear(8, 3), how
+
+    def forward(self, x, labels):
+        output = self.last(torch.tanh(self.first(x)))
+        if not self.training:
+            return output
+        if self.how == "centred":
+            output = output - output.mean(0)
+        loss = F.mse_loss(output, labels)
+        return {"loss": 2 * loss if self.how == "branch" and len(x) > 6 else loss}
+
+
+def train_other_in_training(how, plan, num_microbatches):
+    torch.manual_seed(0)
+    model = OtherInTraining(how).double()
+    batches = [({"x": torch.randn(8, 4).double(), "labels": torch.randn(8, 3).double()}, torch.zeros(8))] * 2
+    return train(model, own, batches, plan, num_microbatches)
+
+
+@pytest.mark.parametrize(("how", "message"), [("centred", "of which the mean is"), ("branch", "the number of samples")])
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 4), ("data(4)", None), ("pipeline(2)", 4)], ids=str)
+def test_a_loss_that_is_another_one_in_training_is_refused(plan, num_microbatches, how, message):
+    """Only the loss of evaluation mode was looked at, and two microbatches together take no branch for the batch."""
+    with pytest.raises(DataError, match=f"the loss that OtherInTraining computes .*{message}"):
+        train_other_in_training(how, plan, num_microbatches)
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 4), ("data(4)", None), ("pipeline(2)", 4)], ids=str)
+def test_a_loss_that_exists_in_training_only_is_exact(plan, num_microbatches):
+    expected = train_other_in_training("mean", "solo", 1)
+    assert train_other_in_training("mean", plan, num_microbatches)[0] == pytest.approx(expected[0], rel=1e-12)
+
+
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
 def test_a_mean_by_a_mask_is_refused_in_the_step_with_the_first_padding(plan, num_microbatches):
     """Only the first batch was looked at."""

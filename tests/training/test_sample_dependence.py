@@ -51,6 +51,12 @@ class BranchInTraining(Layers):
         return self.last(self.first(x) * (2 if self.training and float(x.sum()) > 0 else 1))
 
 
+class BranchInTrainingOnTheNumber(Layers):
+    def forward(self, x):
+        output = self.last(self.first(x))
+        return 2 * output if self.training and len(x) > 4 else output
+
+
 class BranchOnTheNumber(Layers):
     """On a microbatch it takes the same side as on half of it."""
 
@@ -206,6 +212,7 @@ def test_outputs_that_depend_on_other_samples_are_refused(kind, strategy, num_mi
 
 @pytest.mark.parametrize(("kind", "strategy", "num_microbatches"), [
     (BranchOnTheNumber, "solo", 2), (BranchOnTheNumber, "solo", 6), (BranchOnTheNumber, "pipeline(2)", 2),
+    (BranchInTrainingOnTheNumber, "solo", 2), (BranchInTrainingOnTheNumber, "zero(2, level=2)", 1),
     (OtherFactorForMany, "data(2)", 1), (OtherFactorForMany, "zero(2, level=3)", 1), (MeanOfTheLargestThree, "data(2)", 1),
 ])  # fmt: skip
 def test_outputs_that_depend_on_the_number_of_samples_are_refused(kind, strategy, num_microbatches):

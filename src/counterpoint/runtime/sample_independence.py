@@ -52,7 +52,7 @@ def require_sample_independence(
 
     A branch on the number of samples may take one side for a microbatch, and the other for the batch. If the model does
     not run on half of a microbatch, or calls other functions for as many samples as the batch has, which is seen on
-    torch's meta device, then it runs on the microbatch's samples, repeated to this number.
+    torch's meta device, then it runs on the microbatch's samples, repeated to this number; in both modes.
 
     The check is skipped in a mode in which the model draws other random numbers, and for a model that has norms without
     running statistics, or does not run. A branch that the samples of a microbatch decide on together is found only if
@@ -121,7 +121,7 @@ def _find_dependence(
             return _compare_with_batch(model, inputs, read_batch)
     if found is not None:
         return found
-    with suppress(Exception), _training_without_draws(model):  # training raises it again, with its location
+    with suppress(Exception), training_without_draws(model):  # training raises it again, with its location
         reads = HostReadDetector()
         with reads:
             trained = _run_model(model, cut(0, batch_size))
@@ -134,31 +134,55 @@ def _find_dependence_on_number(
     model: nn.Module, inputs: Inputs, num_microbatches: int, *, cuts_lists: bool
 ) -> Dependence | None:
     """Return how outputs change where samples are repeated to the number of the batch; None if they do not."""
+    compare = partial(_compare_with_repeated, model, inputs, num_microbatches, cuts_lists=cuts_lists)
+    with suppress(Exception), run_eagerly(model), preserve_state(model, training=False):  # which need not take them
+        if (found := compare()) is not None:
+            return found
+    with suppress(Exception), run_eagerly(model), training_without_draws(model):
+        return compare() if any(module.training for module in model.modules()) else None
+    return None
+
+
+def _compare_with_repeated(
+    model: nn.Module, inputs: Inputs, num_microbatches: int, *, cuts_lists: bool
+) -> Dependence | None:
+    """Return what ``_find_dependence_on_number`` does, for the mode that the model is in."""
     size = num_samples(inputs)
     batch_size = size * num_microbatches
-    eval_mode = preserve_state(model, training=False)
-    # the meta device would import the compiler; a model need not take other numbers of samples
-    with suppress(Exception), run_eagerly(model), without_dynamo_import(), eval_mode:
-        runs_on_half = size < 2 or _runs(model, _resize_batch(inputs, 0, size // 2, cuts_lists=cuts_lists))
-        # a hook may keep what it sees, which should be no tensors without values
-        has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 - there is no other way to see them
-        if runs_on_half and has_hooks:
-            return None
+    runs_on_half = size < 2 or _runs(model, _resize_batch(inputs, 0, size // 2, cuts_lists=cuts_lists))
+    if runs_on_half and (
+        has_forward_hooks(model) or calls_the_same(model, inputs, num_microbatches, cuts_lists=cuts_lists)
+    ):
+        return None
+    one, whole, again = (
+        _run_model(model, _repeat_samples(inputs, size, times, cuts_lists=cuts_lists))
+        for times in (1, num_microbatches, 1)
+    )
+    rounding = find_rounding(model)
+    if _largest_error(again, one, range(size), size, rounding):
+        return None  # it depends on how often it was called, not on the number
+    error = _largest_error(whole, one, range(size), batch_size, rounding)
+    return Dependence(error, f"with the same samples repeated to {batch_size}") if error else None
+
+
+def has_forward_hooks(model: nn.Module) -> bool:
+    """Tell whether there are hooks, which may keep what they see, and should see no tensors without values."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 - there is no other way to see them
+
+
+def calls_the_same(model: nn.Module, inputs: Inputs, times: int, *, cuts_lists: bool = False) -> bool:
+    """Tell whether a model, on torch's meta device, calls the same functions for samples that are repeated.
+
+    Args:
+        model: the module; its attributes are restored.
+        inputs: of some samples.
+        times: how often they are repeated.
+        cuts_lists: whether lists have an entry for each sample.
+    """
+    with without_dynamo_import():  # which operations on the meta device would import
         on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
-        if runs_on_half and _calls(model, on_meta) == _calls(
-            model, _repeat_samples(on_meta, size, num_microbatches, cuts_lists=cuts_lists)
-        ):
-            return None
-        one, whole, again = (
-            _run_model(model, _repeat_samples(inputs, size, times, cuts_lists=cuts_lists))
-            for times in (1, num_microbatches, 1)
-        )
-        rounding = find_rounding(model)
-        if _largest_error(again, one, range(size), size, rounding):
-            return None  # it depends on how often it was called, not on the number
-        error = _largest_error(whole, one, range(size), batch_size, rounding)
-        return Dependence(error, f"with the same samples repeated to {batch_size}") if error else None
-    return None
+        repeated = _repeat_samples(on_meta, num_samples(inputs), times, cuts_lists=cuts_lists)
+        return _calls(model, on_meta) == _calls(model, repeated)
 
 
 def _runs(model: nn.Module, inputs: Inputs) -> bool:
@@ -254,8 +278,12 @@ FACTORS = (16, -16, 0)
 
 
 @contextmanager
-def _training_without_draws(model: nn.Module) -> Iterator[None]:
-    """Put the user's modules into training mode, where they draw constants; torch's modules into evaluation mode."""
+def training_without_draws(model: nn.Module) -> Iterator[None]:
+    """Put the user's modules into training mode, where they draw constants; torch's modules into evaluation mode.
+
+    Args:
+        model: the module; its state is preserved.
+    """
     with preserve_state(model), InterceptFunctions(random_functions(DrawRecorder())):
         for module in model.modules():
             kinds = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)  # noqa: SLF001 - their common base classes
@@ -396,11 +424,11 @@ def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_
     }
     detector, found, is_proportional = GradientCodeDetector(finds_detached=True), None, True
     # training raises it again, with its location
-    with suppress(Exception), _training_without_draws(model), torch.enable_grad(), detector:
+    with suppress(Exception), training_without_draws(model), torch.enable_grad(), detector:
         found, is_proportional = _compare_gradients(model, inputs, params, detector)
     scalars = GradientCodeDetector(finds_detached=True)
     if found is None:
-        with suppress(Exception), _training_without_draws(model), torch.enable_grad(), scalars:
+        with suppress(Exception), training_without_draws(model), torch.enable_grad(), scalars:
             found, is_in_proportion = _compare_scalar_gradients(model, inputs, params, scalars)
             is_proportional = is_proportional and is_in_proportion
     if found is None:

@@ -8,7 +8,9 @@ checked where they have values that none before had, such as the first padding; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -17,13 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.errors import DataError
 from counterpoint.partitioning.batch_statistics import uses_batch_statistics
+from counterpoint.partitioning.compiled_modules import run_eagerly
 from counterpoint.partitioning.dry_run import preserve_state, split_call_args
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.loss.loss_check import RELATIVE_TOLERANCES, LossOfParts
 from counterpoint.runtime.loss.loss_reduction import LossFunction, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.loss.new_values import NewValues
-from counterpoint.runtime.microbatches import MicrobatchSource, slice_samples
+from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource, slice_samples
+from counterpoint.runtime.sample_independence import calls_the_same, has_forward_hooks, training_without_draws
 from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
 from counterpoint.terminal_text import warn
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
@@ -118,8 +122,12 @@ def require_model_loss_adds_up(
     """Check that the loss of two microbatches is what their losses add up to.
 
     The model runs on the first two microbatches of this process (or on the halves of its only one), and on both
-    together, without gradients. Nothing is checked if all outputs have a sample in each row, where ranks check the
-    loss, if the loss is random in evaluation mode too, or if the model does not run.
+    together, without gradients, in evaluation mode, and in training mode if the loss is another one there. Nothing is
+    checked if all outputs have a sample in each row, where ranks check the loss, if the loss is random in evaluation
+    mode too, or if the model does not run.
+
+    A branch on the number of samples may take one side for these, and the other for the batch. If the model calls other
+    functions for as many samples as the batch has, it also runs on the first microbatch, repeated to this number.
 
     Args:
         model: the user's; its state is preserved.
@@ -144,29 +152,123 @@ def require_model_loss_adds_up(
     whole = _concatenate(*parts)
     if whole is None:
         return "unknown"
+    compute, repeated = partial(_compute, model, loss, is_sum=is_sum), None
+    times = _batch_size(batch, micros[0]) // parts[0].num_samples
     try:
-        found = [_compute(model, loss, parts[0], is_sum=is_sum)]
-        if found[0] is not None:
-            found += [_compute(model, loss, samples, is_sum=is_sum) for samples in (parts[1], whole)]
+        with preserve_state(model, training=False):
+            found = _compute_all(compute, parts, whole)
+            repeated = _compute_repeated(compute, model, parts[0], times) if found else None
     except Exception:  # noqa: BLE001 - training raises it again, with its location
         return "unknown"
-    if None in found:
-        return "other"
-    first, second, total = cast("list[LossOfSamples]", found)
+    if found:
+        _require_sum_of_parts(model, found, parts, plan, is_sum=is_sum)
+        _require_same_for_number(model, found[0], repeated, parts[0].num_samples, plan, is_sum=is_sum)
+    trained: list[LossOfSamples] = []
+    with suppress(Exception), training_without_draws(model):  # training raises it again, with its location
+        if any(module.training for module in model.modules()) and compute(parts[0]) not in found[:1]:
+            trained = _compute_all(compute, parts, whole)
+        repeated = _compute_repeated(compute, model, parts[0], times) if found or trained else None
+    if trained:
+        _require_sum_of_parts(model, trained, parts, plan, is_sum=is_sum)
+    if found or trained:
+        _require_same_for_number(model, (trained or found)[0], repeated, parts[0].num_samples, plan, is_sum=is_sum)
+    own = found or trained
+    return "model" if own and not own[0].is_weighted else "other"
+
+
+def _compute_all(
+    compute: Callable[[Samples], LossOfSamples | None], parts: tuple[Samples, Samples], whole: Samples
+) -> list[LossOfSamples]:
+    """Return the losses of both parts and of the whole; none if there is none of the model's own."""
+    first = compute(parts[0])
+    found = [] if first is None else [first, compute(parts[1]), compute(whole)]
+    return [] if None in found else cast("list[LossOfSamples]", found)
+
+
+def _batch_size(batch: MicrobatchSource, micro: int) -> int:
+    """Return the number of samples of the batch of which a microbatch is a part."""
+    per_batch = batch.microbatches_per_batch if isinstance(batch, AsyncPipelineBatches) else len(batch.sizes)
+    own = range(micro - micro % per_batch, micro - micro % per_batch + per_batch)
+    return sum(batch.sizes.get(index, 0) for index in own)
+
+
+def _compute_repeated(
+    compute: Callable[[Samples], LossOfSamples | None], model: nn.Module, samples: Samples, times: int
+) -> LossOfSamples | None:
+    """Return the loss of samples that are repeated; None if the model does the same for them, or is too large."""
+    inputs, targets = (_repeat(values, samples.num_samples, times) for values in samples[:2])
+    num_elements = sum(leaf.numel() for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
+    if times < 2 or has_forward_hooks(model) or num_elements > MAX_REPEATED_ELEMENTS:
+        return None
+    with suppress(Exception), run_eagerly(model):  # a model need not run on the meta device
+        if calls_the_same(model, as_call_args(samples.inputs), times):
+            return None
+    with suppress(Exception):  # nor on more samples
+        return compute(Samples(inputs, targets, samples.num_samples * times))
+    return None
+
+
+MAX_REPEATED_ELEMENTS = 4_000_000
+"""Of inputs and targets of a batch on which a model is run to find out what it does for as many samples."""
+
+
+def _repeat(values: Any, count: int, times: int) -> Any:  # noqa: ANN401 - any nest
+    """Return samples several times."""
+
+    def repeat(leaf: object) -> object:
+        is_samples = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count
+        return torch.cat([leaf] * times) if isinstance(leaf, Tensor) and is_samples else leaf
+
+    return tree_map(repeat, values)
+
+
+def _require_same_for_number(
+    model: nn.Module, one: LossOfSamples, repeated: LossOfSamples | None, count: int, plan: str, *, is_sum: bool
+) -> None:
+    """Check that the loss of samples is that of the same ones, repeated to the number of the batch.
+
+    Raises:
+        DataError: it is not.
+    """
+    if repeated is None:
+        return
+    times = repeated.loss_weight / one.loss_weight if is_sum and not one.is_weighted else 1.0
+    expected = one.mean * times
+    if abs(repeated.mean - expected) > RELATIVE_TOLERANCES.get(one.dtype, 0.05) * max(
+        abs(expected), abs(repeated.mean)
+    ):
+        raise DataError(
+            f"the loss that {type(model).__name__} computes from its samples is {one.mean:.6g} for {count} samples, "
+            f"but {repeated.mean:.6g} for the same ones, repeated to the number of the batch, where it should be "
+            f"{expected:.6g}, so it depends on the number of samples, and under {plan} the losses of microbatches do "
+            "not add up to that of the batch; let no branch or factor of the forward depend on the number of samples, "
+            "compute the loss in the loss function and pass loss_reduction='batch', or pass cross_sample='accept' if "
+            "each microbatch may be a batch of its own"
+        )
+
+
+def _require_sum_of_parts(
+    model: nn.Module, found: Sequence[LossOfSamples], parts: tuple[Samples, Samples], plan: str, *, is_sum: bool
+) -> None:
+    """Check that the losses of two parts add up to that of the whole.
+
+    Raises:
+        DataError: they do not.
+    """
+    first, second, total = found
     counts = (parts[0].num_samples, parts[1].num_samples)
     losses = LossOfParts(total.mean, (first.mean, second.mean), (first.loss_weight, second.loss_weight), counts)
     expected = losses.sum if is_sum else losses.mean
     if abs(losses.total - expected) > RELATIVE_TOLERANCES.get(total.dtype, 0.05) * losses.magnitude:
         raise DataError(
             f"the loss that {type(model).__name__} computes from its samples is {losses.total:.6g} for "
-            f"{whole.num_samples} samples, but {first.mean:.6g} for the first {counts[0]} and {second.mean:.6g} for "
+            f"{sum(counts)} samples, but {first.mean:.6g} for the first {counts[0]} and {second.mean:.6g} for "
             f"the other {counts[1]}, of which the {'sum' if is_sum else 'mean'} is {expected:.6g}, so under {plan} "
             "the losses of microbatches do not add up to that of the batch; if it is a mean over tokens, return from "
             "the forward what it is computed from, and cp.WeightedMean(total, weight) from the loss; if it compares "
             "samples (a load balance, a contrast), compute it in the loss function and pass loss_reduction='batch'; "
             "pass cross_sample='accept' if each microbatch may be a batch of its own"
         )
-    return "other" if first.is_weighted else "model"
 
 
 def _two_parts(batch: MicrobatchSource, micros: Sequence[int]) -> tuple[Samples, Samples] | None:
@@ -210,7 +312,7 @@ def _join(one: object, other: object) -> object:
 
 
 def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: bool) -> LossOfSamples | None:
-    """Run the model and the loss on some samples, in evaluation mode.
+    """Run the model and the loss on some samples, in the mode that the model is in.
 
     Returns:
         None if all outputs have the samples along dim 0, or if random numbers were drawn.
@@ -218,17 +320,14 @@ def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: 
     inputs, targets = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, samples[:2])
     args, kwargs = split_call_args(as_call_args(inputs))
     recorder = ReductionRecorder(is_whole=True)
-    with preserve_state(model, training=False):
-        state = torch.get_rng_state()
-        with InterceptFunctions(recorder.replacements):
-            output = model(*args, **kwargs)
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if all(leaf.dim() and len(leaf) == samples.num_samples for leaf in leaves):
-            return None
-        mean, loss_weight, _ = compute_mean_loss(
-            loss, output, targets, "a batch", recorder, is_whole=True, is_sum=is_sum
-        )
-        if not torch.equal(torch.get_rng_state(), state):
-            return None
+    state = torch.get_rng_state()
+    with InterceptFunctions(recorder.replacements):
+        output = model(*args, **kwargs)
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if all(leaf.dim() and len(leaf) == samples.num_samples for leaf in leaves):
+        return None
+    mean, loss_weight, _ = compute_mean_loss(loss, output, targets, "a batch", recorder, is_whole=True, is_sum=is_sum)
+    if not torch.equal(torch.get_rng_state(), state):
+        return None
     divisor = samples.num_samples if loss_weight is None else float(loss_weight)
     return LossOfSamples(float(mean), divisor, mean.dtype, is_weighted=loss_weight is not None)
