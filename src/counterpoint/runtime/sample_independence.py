@@ -397,7 +397,7 @@ def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_
     all samples, or scale them together before they are rounded, as some products in fp8 do. So if a forward has one of
     these, it runs in training mode on a microbatch and on both halves, with random numbers replaced by constants, and
     the gradients of ``sum(output * factors)`` are compared. Those of a number that the model computes from all samples,
-    such as its loss, are compared with those of the halves' numbers, each times its share, if it is a mean or a sum.
+    such as its loss, are compared with what those of the halves' numbers add up to, if it is a mean or a sum.
 
     The check is skipped for a model that does not run on half a microbatch, whose gradients differ between two runs, or
     which has norms without running statistics.
@@ -437,7 +437,7 @@ def require_additive_gradients(model: nn.Module, inputs: Inputs, plan: str, num_
     if scalars.names:
         raise PlanError(
             f"the gradient of {name} for the number that {type(model).__name__} computes from a microbatch differs by "
-            f"{error:.1e} of its largest value from those for its halves, each times its share, because of "
+            f"{error:.1e} of its largest value from what those for its halves add up to, because of "
             f"{' or '.join(scalars.names)}; {plan} computes a batch as {num_microbatches} separate microbatches, and "
             "backward starts from the share of each; let backward(ctx, grad_output) multiply what it returns with "
             "grad_output, compute the gradient of each sample from this sample alone, give num_microbatches=1 on one "
@@ -492,7 +492,7 @@ def _compare_gradients(
 def _compare_scalar_gradients(
     model: nn.Module, inputs: Inputs, params: Mapping[str, nn.Parameter], detector: GradientCodeDetector
 ) -> tuple[tuple[str, float] | None, bool]:
-    """Compare the gradients of a mean or sum over all samples with those of halves, each times its share.
+    """Compare the gradients of a mean or sum over all samples with what those of halves add up to.
 
     Returns:
         As :func:`_compare_gradients`; of a number that is neither a mean nor a sum over samples, such as a mean over

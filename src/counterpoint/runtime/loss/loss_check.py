@@ -740,7 +740,7 @@ class LossCheck:
             )
 
     def _require_gradients_of_parts(self, loss_function: LossFunction, samples: LossSamples) -> None:
-        """Check, once, that the gradients of a few samples are those of two parts of them, each times its share.
+        """Check, once, that the gradients of a few samples are what those of two parts of them add up to.
 
         Losses that add up may have others: ``a / a.detach()`` is 1 for any samples.
 
@@ -788,8 +788,8 @@ class LossCheck:
         if error:
             raise DataError(
                 f"the gradients of the loss at {samples.what} are not those of its parts: for {few.num_samples} "
-                f"samples they differ by {error:.1e} of the largest value from those of two halves, each times its "
-                "share, as where a value of all samples is left out of the graph by detach(), item() or "
+                f"samples they differ by {error:.1e} of the largest value from what those of two halves add up to, "
+                "as where a value of all samples is left out of the graph by detach(), item() or "
                 f"torch.no_grad(); compute it from each sample alone; {self.remedy or OTHER_REMEDY}"
             )
 
