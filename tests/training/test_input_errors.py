@@ -436,3 +436,38 @@ def test_a_packed_sequence_is_refused_by_name_with_what_to_give(strategy):
     ):
         step(packed, torch.zeros(2, dtype=torch.int64))
     step.close()
+
+
+def call(kind, *args, **options):
+    model = nn.Linear(2, 1)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    if kind == "Trainer":
+        return cp.Trainer(model, *args, **options)
+    if kind == "parallelize":
+        return cp.parallelize(model, sgd, F.mse_loss, *args, **options)
+    owner = (
+        cp.Trainer(model, loss=F.mse_loss, optimizer=sgd)
+        if kind in {"fit", "evaluate"}
+        else cp.parallelize(model, sgd, F.mse_loss, strategy="solo")
+    )
+    return getattr(owner, kind)(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "options", "message"),
+    [
+        ("Trainer", (0, 0), {}, "Trainer takes 1 positional argument (model), but 3 were given; give what follows by "
+         "keyword: Trainer(model, loss=..., optimizer=...)"),
+        ("parallelize", ("data(2)",), {}, "keyword: parallelize(model, optimizer, loss, strategy=...)"),
+        ("fit", ([], 4), {}, "keyword: fit(dataset, batch_size=...)"),
+        ("Trainer", (), {"los": 0, "optimizer": 0}, "Trainer needs loss; los was given: did you mean loss?"),
+        ("Trainer", (), {"loss": 0}, "Trainer needs optimizer; give optimizer=..."),
+        ("evaluate", ([],), {"metric": 0}, "evaluate has no option 'metric'; did you mean metrics?"),
+        ("save", ("folder",), {"schedulr": 0}, "save has no option 'schedulr'; did you mean scheduler?"),
+        ("load", ("folder",), {"zzz": 0}, "load has no option 'zzz'; its options are folder, scheduler, if_missing"),
+        ("full_weights", (), {"write_back": True}, "full_weights has no option 'write_back'; did you mean writeback?"),
+    ],
+)  # fmt: skip
+def test_calls_with_other_arguments_name_the_right_ones(kind, args, options, message):
+    with pytest.raises(cp.PlanError, match=re.escape(message)):
+        call(kind, *args, **options)

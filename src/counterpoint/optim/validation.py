@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -173,3 +174,70 @@ def renamed_parameters(names: Mapping[str, str]) -> Callable[[Target], Target]:
         return target
 
     return decorate
+
+
+def checked_call(target: Target) -> Target:
+    """Decorate a function or method: a misspelt keyword, or too many positional arguments, are errors with a remedy.
+
+    Args:
+        target: that is called.
+
+    Example:
+        >>> @checked_call
+        ... def paint(wall, *, color="red"): ...
+        >>> paint("north", colour="blue")
+        Traceback (most recent call last):
+        counterpoint.errors.PlanError: paint has no option 'colour'; did you mean color?
+        >>> paint("north", "blue")
+        Traceback (most recent call last):
+        counterpoint.errors.PlanError: paint takes 1 positional argument (wall), but 2 were given; give what...
+    """
+    parameters = dict(inspect.signature(target).parameters)
+    is_method = next(iter(parameters), "") == "self"
+    if is_method:
+        del parameters["self"]
+    name = target.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @wraps(target)
+    def checked(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever was given
+        _require_arguments(name, parameters, len(args) - is_method, kwargs)
+        return target(*args, **kwargs)
+
+    return cast("Target", checked)
+
+
+def _require_arguments(
+    name: str, parameters: Mapping[str, inspect.Parameter], num_positional: int, given: Collection[str]
+) -> None:
+    """Check that a call has the arguments that a function needs, and no others.
+
+    Args:
+        name: of the function.
+        parameters: of the function.
+        num_positional: the number of positional arguments.
+        given: the names of the others.
+
+    Raises:
+        PlanError: it has not.
+    """
+    by_position = [key for key, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    by_keyword = [key for key, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    too_many = num_positional - len(by_position)
+    if too_many > 0:
+        call = ", ".join([*by_position, *(f"{key}=..." for key in by_keyword[:too_many])])
+        raise PlanError(
+            f"{name} takes {len(by_position)} positional argument{'s' * (len(by_position) != 1)} "
+            f"({', '.join(by_position)}), but {num_positional} were given; give what follows by keyword: {name}({call})"
+        )
+    known = [*by_position, *by_keyword]
+    unknown = [key for key in given if key not in known]
+    if unknown and not takes_any:
+        near = get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"its options are {', '.join(known)}"
+        raise PlanError(f"{name} has no option {unknown[0]!r}; {hint}")
+    for key in [*by_position[num_positional:], *by_keyword]:
+        if parameters[key].default is inspect.Parameter.empty and key not in given:
+            near = get_close_matches(key, unknown, n=1)
+            hint = f"; {near[0]} was given: did you mean {key}?" if near else f"; give {key}=..."
+            raise PlanError(f"{name} needs {key}{hint}")

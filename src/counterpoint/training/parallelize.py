@@ -18,7 +18,7 @@ from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
-from counterpoint.optim.validation import renamed_hint
+from counterpoint.optim.validation import checked_call, renamed_hint
 from counterpoint.partitioning.pytree import register_dataclasses
 from counterpoint.runtime.commit.device_commit import LateResult
 from counterpoint.runtime.commit.step_commit import StepResult
@@ -548,6 +548,7 @@ class TrainStep:
             )
         return math.hypot(*local_ranks.step_gradients.read_norms().values())
 
+    @checked_call
     @contextmanager
     def full_weights(self, *, writeback: bool = False) -> Iterator[nn.Module]:
         """Load the trained weights into the model for what runs inside, on every rank; a collective call.
@@ -591,6 +592,7 @@ class TrainStep:
             self.local_ranks.require_same_weights()
             self.local_ranks.import_weights()
 
+    @checked_call
     def save(
         self,
         folder: str | Path,
@@ -635,6 +637,7 @@ class TrainStep:
         self.local_ranks.finish_steps()
         return self.checkpoints.save(Path(folder), self.number, scheduler, keep_last)
 
+    @checked_call
     def load(
         self,
         folder: str | Path,
@@ -743,6 +746,7 @@ def make_reporter(local_ranks: LocalRanks, run_dir: str | Path) -> LoopReporter:
     return LoopReporter(local_ranks, RunFolder(run_dir))
 
 
+@checked_call
 def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
     model: nn.Module,
     optimizer: OptimizerArgument,

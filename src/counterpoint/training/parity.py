@@ -22,6 +22,7 @@ from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.errors import CounterpointError, DataError, PlanError, first_line
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.model.precision import Precision, parse_precision
+from counterpoint.optim.validation import checked_call
 from counterpoint.partitioning.dry_run import split_call_args, training_mode
 from counterpoint.partitioning.module_casts import autocast_dtype, cast_modules
 from counterpoint.partitioning.partitioned_model import as_call_args
@@ -243,6 +244,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([first.ljust(widths[0]), *middle, last])
 
 
+@checked_call
 def parity(
     model: nn.Module,
     optimizer: OptimizerArgument,

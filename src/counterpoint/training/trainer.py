@@ -21,7 +21,7 @@ from counterpoint.data.sampler import split_batch
 from counterpoint.errors import CheckpointError, PlanError, StoppedBySignal
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
-from counterpoint.optim.validation import renamed_hint, renamed_parameters, require_counts
+from counterpoint.optim.validation import checked_call, renamed_hint, renamed_parameters, require_counts
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.agreement.rank_facts import CallFacts, describe_arguments, describe_ranks
@@ -150,6 +150,7 @@ class Trainer:
         2
     """
 
+    @checked_call
     def __init__(  # noqa: PLR0913 - the options of a run, all by keyword
         self,
         model: nn.Module,
@@ -217,6 +218,7 @@ class Trainer:
         """The plan's program and its verification result; None before the first batch is known."""
         return self.local_ranks.compiled if self.local_ranks is not None else None
 
+    @checked_call
     def fit(  # noqa: PLR0913 - the options of one fit, all by keyword
         self,
         dataset: TrainingData,
@@ -431,6 +433,7 @@ class Trainer:
             self.close()
 
     @renamed_parameters({"measure": RENAMED_FIT_OPTIONS["measure"]})
+    @checked_call
     def evaluate(
         self,
         dataset: TrainingData,
@@ -459,6 +462,7 @@ class Trainer:
             return evaluate(team, batches, metrics)
 
     @renamed_parameters({"keep": RENAMED_FIT_OPTIONS["keep"]})
+    @checked_call
     def save(self, folder: str | Path, *, keep_last: int | None = None) -> Path:
         """Write a checkpoint of the whole run, durable and verified; a collective call.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from counterpoint.checkpoint import Checkpoint, step_folders
 from counterpoint.errors import CheckpointError
+from counterpoint.optim.validation import checked_call
 from counterpoint.runtime.state_dict import decode_scalar
 from counterpoint.terminal_text import warn
 from counterpoint.training.callbacks.run_folder import find_checkpoints
@@ -44,6 +45,7 @@ class ExportedFile:
     num_bytes: int
 
 
+@checked_call
 def export_checkpoint(
     folder: str | Path,
     output: str | Path,
