@@ -116,6 +116,17 @@ def test_it_is_refused_where_ranks_run_copies(plan):
         train(model, F.cross_entropy, plan)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("plan", ["data(2)", "pipeline(2)"])
+def test_the_older_weight_norm_is_refused_with_the_newer_one(plan):
+    model = build()
+    nn.utils.weight_norm(model.first)
+    with pytest.raises(
+        PlanError, match=r"first\.weight, .* by torch\.nn\.utils\.parametrizations\.weight_norm, which keeps none"
+    ):
+        train(model, F.cross_entropy, plan)
+
+
 def test_a_value_that_is_kept_on_the_module_is_seen_by_the_loss_of_a_whole_model():
     model, plain = build(keeps="attribute"), build(keeps="attribute")
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -387,6 +388,20 @@ class BufferSlots:
             with torch.no_grad():
                 assign_values(buffer, replacement)
             buffers[name] = buffer
+
+
+def kept_value_hint(model: nn.Module, attribute: str) -> str:
+    """Return a remedy for a value that torch's older ``weight_norm`` keeps in an attribute; empty for others.
+
+    Args:
+        model: the module.
+        attribute: path of the attribute.
+    """
+    path, _, name = attribute.rpartition(".")
+    hooks = model.get_submodule(path)._forward_pre_hooks.values()  # noqa: SLF001 - there is no other way to see them
+    if not any(isinstance(hook, WeightNorm) and hook.name == name for hook in hooks):
+        return ""
+    return "replace torch.nn.utils.weight_norm by torch.nn.utils.parametrizations.weight_norm, which keeps none; else "
 
 
 class ModuleAttributes:

@@ -45,7 +45,12 @@ from counterpoint.training.batches.global_batch import (
 from counterpoint.training.batches.per_rank import PerRankBatchExchange, require_synchronous_steps
 from counterpoint.training.distributed_world import DistributedWorld, has_remote_ranks, open_world, sibling_world
 from counterpoint.training.initialization.materialize import begin_model, describe_sources
-from counterpoint.training.model_checks.validation import OptimizerArgument, min_microbatch_size, wrap_optimizer
+from counterpoint.training.model_checks.validation import (
+    OptimizerArgument,
+    min_microbatch_size,
+    warn_of_evaluation_mode,
+    wrap_optimizer,
+)
 from counterpoint.training.options import RENAMED_VALUES
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
@@ -411,6 +416,7 @@ class TrainStep:
         """Build the ranks for steps on batches like these, which have so many samples."""
         local_ranks, inputs, count = self.local_ranks, batches[0][0], counts[0]
         fabric = local_ranks.world.fabrics[0]
+        warn_of_evaluation_mode(local_ranks.model)
         self.is_multi_process = has_remote_ranks(local_ranks.world)
         if self.is_multi_process:
             facts = [

@@ -30,6 +30,7 @@ from counterpoint.partitioning.dry_run import (
     CallArgs,
     Inputs,
     KeptValues,
+    kept_value_hint,
     preserve_state,
     raise_batch_norm_error,
     split_call_args,
@@ -300,8 +301,9 @@ def export_graph(
         raise PlanError(
             f"the forward of {type(model).__name__} keeps a differentiable value in its attribute "
             f"{kept_values.names[0]}, but a model is split along the operations of its forward, so a loss that reads "
-            "the attribute would not see it; return the value from forward together with the output, or use a strategy "
-            "that keeps the model whole (data, zero of level 1 or 2, server)"
+            f"the attribute would not see it; {kept_value_hint(model, kept_values.names[0])}"
+            "return the value from forward together with the output, or use a strategy that keeps the model whole "
+            "(data, zero of level 1 or 2, server)"
         )
     if stripped_types:
         module.graph.eliminate_dead_code()

@@ -116,6 +116,29 @@ def require_eps_above_zero(optimizer: optim.Optimizer) -> None:
                 )
 
 
+def warn_of_evaluation_mode(model: nn.Module) -> None:
+    """Warn if a model is in evaluation mode before its first step in a loop, and computes something else in training.
+
+    A plain loop would train it in evaluation mode. Between steps it may stay there after an evaluation.
+    """
+    readers = [] if model.training else [path for path, module in model.named_modules() if _reads_mode(module)]
+    if readers:
+        first = f"module {readers[0]!r}" if readers[0] else type(model).__name__
+        warn(
+            f"{type(model).__name__} is in evaluation mode before its first step, but steps train in training mode, in "
+            f"which {first} computes something else; call model.train() before, and then eval() on the modules that "
+            "are to stay in evaluation mode",
+            stacklevel=2,
+        )
+
+
+def _reads_mode(module: nn.Module) -> bool:
+    """Tell whether the forward of a module reads its mode; not of one whose dropout is 0."""
+    code = getattr(type(module).forward, "__code__", None)
+    rate = getattr(module, "p", getattr(module, "dropout", None))
+    return code is not None and "training" in code.co_names and not (isinstance(rate, float) and rate == 0.0)
+
+
 def require_no_autocast(precision: Precision | None) -> None:
     """Check that no autocast of the caller is active where a run has a precision of its own.
 

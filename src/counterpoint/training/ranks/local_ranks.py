@@ -29,7 +29,7 @@ from counterpoint.errors import CounterpointError, DataError, PeerError, PlanErr
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.partitioning.compiled_modules import require_not_copied, run_eagerly
-from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values
+from counterpoint.partitioning.dry_run import ModuleAttributes, assign_values, kept_value_hint
 from counterpoint.partitioning.module_casts import ModuleCasts
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
 from counterpoint.partitioning.tracing.traced import TracedPartition
@@ -1156,10 +1156,11 @@ def require_copyable_model(model: nn.Module, partition: WholeModel, plan: str, r
             "pass the module that it was made from, or train in a single process (solo)"
         )
     if partition.example.kept_attributes:
+        hint = kept_value_hint(model, partition.example.kept_attributes[0])
         raise PlanError(
             f"the forward of {type(model).__name__} keeps a differentiable value in its attribute "
             f"{partition.example.kept_attributes[0]}, but under {plan} ranks run copies of the model, so a loss that "
-            "reads the attribute would see another value; return the value from forward together with the "
+            f"reads the attribute would see another value; {hint}return the value from forward together with the "
             f"output{remedy}"
         )
 
