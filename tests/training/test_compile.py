@@ -1,8 +1,9 @@
 """Plans with compile=: the numbers of eager forwards, one graph for each part of the model, or an error with the line."""
 
+import logging
 import re
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch.utils.data import TensorDataset
 
 import counterpoint as cp
 from counterpoint.jobs.models import GPT, GPTShape
+from counterpoint.program.instruction import Forward, Recompute
 from counterpoint.testing.device_survey import (
     MODEL_PLANS,
     PLANS,
+    SYSTEMS,
     TOLERANCE,
     batches,
     build,
@@ -98,6 +101,45 @@ def test_identical_blocks_share_a_graph_and_nothing_is_compiled_again(plan, part
             step(*batch)
             counts.append((counter.num_graphs, counter.num_calls))
     assert counts == [(num_graphs, calls_per_step * number) for number in (1, 2, 3)]
+
+
+def fits(model, plan):
+    """Tell whether a plan trains the model: weights that stages share need a flush, and placements name modules."""
+    needs = ("schedule=pipedream", "pipedream(", "pipedream_2bw", "placement")
+    return model == "mlp" or not any(name in plan for name in needs)
+
+
+def count_by_step(model, plan, parts, counter):
+    """Return the graphs after, and the calls in, each of five steps, and the forwards of blocks in a step."""
+    step, _ = make_step(model, plan, "cpu", compile=f"{parts}(backend=counting)")
+    counts = [(0, 0)]
+    with step:
+        for batch in batches(model):
+            step(*batch)
+            counts.append((counter.num_graphs, counter.num_calls))
+        assert step.local_ranks.compiled is not None
+        lines = [line for rank in step.local_ranks.compiled.program.rank_programs for line in rank.body]
+    graphs = [num_graphs for num_graphs, _ in counts[1:]]
+    calls = [after - before for (_, before), (_, after) in pairwise(counts)]
+    return graphs, calls, sum(isinstance(line, Forward | Recompute) for line in lines)
+
+
+@pytest.mark.long(quick=["mlp-data(2)", "gpt-pipeline(2, schedule=zero_bubble)"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [(model, plan) for model in ("mlp", "gpt") for plan in dict.fromkeys((*PLANS, *SYSTEMS)) if fits(model, plan)],
+)
+def test_every_plan_calls_a_graph_for_each_part_and_compiles_nothing_after_the_second_step(model, plan, counter):
+    """Plain torch calls a graph of a block once for each of its forwards; a graph break would be further graphs."""
+    graphs, calls, num_forwards = count_by_step(model, plan, "blocks", counter)
+    assert graphs[1:] == graphs[1:2] * 4
+    assert calls[1:] == [num_forwards] * 4
+    reset_counter()
+    fused_graphs, fused_calls, _ = count_by_step(model, plan, "segments", counter)
+    assert fused_graphs[1:] == fused_graphs[1:2] * 4
+    assert fused_calls[1:] == fused_calls[1:2] * 4
+    assert fused_calls[1] <= num_forwards
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.long
@@ -234,6 +276,12 @@ class Branching(nn.Linear):
         return y * 2 if y.sum() > 0 else y
 
 
+class Logging(nn.Linear):
+    def forward(self, x):
+        logging.getLogger("model").info("forward")
+        return super().forward(x)
+
+
 class OwnLoss(nn.Linear):
     def forward(self, x):
         output = super().forward(x)
@@ -254,6 +302,13 @@ def normalized():
     [
         (partial(Branching, 8, 4), "solo", {}, "cannot compile Branching as one graph: Data-dependent branching, at "),
         (partial(Branching, 8, 4), "solo", {}, "in forward: return y * 2 if y.sum() > 0 else y; change this line"),
+        (partial(Logging, 8, 4), "solo", {}, "test_compile.py"),
+        (
+            partial(Logging, 8, 4),
+            "solo",
+            {},
+            'in forward: logging.getLogger("model").info("forward"); change this line',
+        ),
         (partial(Shuffling, 8, 4), "solo", {}, "the random numbers of Shuffling come from torch's randperm, which are"),
         (normalized, "data(2)", {"batch_norm": "deferred"}, "compile= compiles batch norm as it is, but under this"),
         (partial(nn.Linear, 8, 4), "solo", {"compile": "segments(backend=nosuch)"}, "Invalid backend: 'nosuch'"),
@@ -263,6 +318,31 @@ def normalized():
 def test_what_cannot_be_compiled_is_refused(make, plan, options, text):
     with pytest.raises(cp.PlanError, match=re.escape(text)):
         run_steps(make_seeded(make), plan, **{"compile": COUNTED, "cross_sample": "accept", **options})
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.head = kind(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_lstm_that_torch_cannot_differentiate_in_a_graph_is_refused(dtype):
+    """It was an AssertionError of torch; in float64, and with backend=eager, it trains."""
+    data = [(x[:, None].to(dtype), y) for x, y in islice(batches("mlp"), 2)]
+
+    def run(kind, backend):
+        return run_steps(Recurrent(kind).to(dtype), "pipeline(2)", data, compile=f"segments(backend={backend})")
+
+    with pytest.raises(
+        cp.PlanError, match=r"because torch has no compiled nn\.LSTM in float32, bf16 and fp16 on a CPU;"
+    ):
+        run(nn.LSTM, "aot_eager")
+    assert run(nn.LSTM, "eager")
+    assert run(nn.GRU, "aot_eager")
 
 
 def take_loss(output, targets):

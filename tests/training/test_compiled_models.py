@@ -1,7 +1,8 @@
 """Models that were compiled with torch.compile: they stay compiled, with the same numbers, or are refused by name."""
 
 import re
-from itertools import islice
+from functools import partial
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -156,3 +157,133 @@ def test_casts_of_a_model_that_was_compiled_in_place_are_refused(backend):
     with pytest.raises(cp.PlanError, match=re.escape(text)):
         train(compiled(make_gpt(), "in place", backend), precision="bf16")
     assert train(compiled(make_gpt(), "in place", backend), precision="bf16(autocast=true)")
+
+
+BACKEND = CountingBackend()
+"""Of the functions below, which are compiled where their classes are defined."""
+
+
+@torch.compile(backend=BACKEND)
+def activation(x):
+    return torch.tanh(x) * 2
+
+
+class CallsFunction(nn.Module):
+    """Calls a compiled function from a method that its forward calls."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first, self.dropout, self.second = nn.Linear(8, 12), nn.Dropout(dropout), nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.second(self.dropout(self.hidden(x)))
+
+    def hidden(self, x):
+        return activation(self.first(x))
+
+
+class DecoratedForward(nn.Linear):
+    @torch.compile(backend=BACKEND)
+    def forward(self, x):
+        return super().forward(x)
+
+
+class DecoratedMethod(nn.Linear):
+    @torch.compile(backend=BACKEND)
+    def inner(self, x):
+        return super().forward(x)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def replaced_forward():
+    model = nn.Sequential(nn.Linear(8, 4))
+    vars(model)["forward"] = torch.compile(model.forward, backend=BACKEND)
+    return model
+
+
+HOW_CALLED = {
+    "function": CallsFunction,
+    "decorated forward": lambda: DecoratedForward(8, 4),
+    "decorated method": lambda: DecoratedMethod(8, 4),
+    "replaced forward": replaced_forward,
+}
+
+
+def train_functions(make, plan, **options):
+    """Return the losses of six steps, and how often graphs were called in each."""
+    torch._dynamo.reset()
+    BACKEND.num_calls = 0
+    torch.manual_seed(0)
+    model, draw = make(), torch.Generator().manual_seed(1)
+    x, y = torch.randn(8, 8, generator=draw), torch.randint(4, (8,), generator=draw)
+    calls, losses = [0], []
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan, timeout_s=20.0, **options) as step:
+        for _ in range(6):
+            losses.append(float(step(x, y)))
+            calls.append(BACKEND.num_calls)
+    return losses, [after - before for before, after in pairwise(calls)]
+
+
+@pytest.mark.parametrize(
+    ("how", "plan", "options"),
+    [
+        *((how, "solo", {}) for how in HOW_CALLED),
+        *((how, "solo", {"num_microbatches": 2}) for how in HOW_CALLED),
+        ("decorated forward", "solo", {"precision": "bf16"}),
+        ("replaced forward", "solo", {"precision": "bf16(autocast=true)"}),
+        ("function", "data(2)", {}),
+        ("decorated method", "zero(2, level=1)", {}),
+        ("function", "server(2)", {"precision": "bf16"}),
+    ],
+)
+def test_compiled_functions_and_methods_stay_compiled(how, plan, options):
+    """Dry runs under dispatch modes made Dynamo give up, and all steps but the first ran without compilation."""
+    losses, calls = train_functions(HOW_CALLED[how], plan, **options)
+    num_microbatches = 2 if options.get("num_microbatches") or plan != "solo" else 1
+    assert calls[1:] == [num_microbatches] * 5
+    with torch.compiler.set_stance("force_eager"):
+        assert losses == pytest.approx(train_functions(HOW_CALLED[how], plan, **options)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "text"),
+    [
+        (
+            CallsFunction,
+            "pipeline(2)",
+            "CallsFunction calls activation, which is compiled with torch.compile, but under",
+        ),
+        (CallsFunction, "zero(2, level=3)", "ranks run the operations of a trace of the model, which is not compiled"),
+        (
+            partial(CallsFunction, 0.5),
+            "solo",
+            "calls activation, which is compiled with torch.compile, but the model dr",
+        ),
+        (partial(CallsFunction, 0.5), "data(2)", "or set dropout to 0"),
+        (
+            HOW_CALLED["decorated method"],
+            "tensor(2)",
+            "calls DecoratedMethod.inner, which is compiled with torch.compi",
+        ),
+        (HOW_CALLED["decorated forward"], "data(2)", "DecoratedForward is compiled with torch.compile, but under data"),
+        (replaced_forward, "zero(2, level=1)", "ranks train copies of the model, and copies are not compiled; drop"),
+        (
+            replaced_forward,
+            "pipeline(1)",
+            "Sequential is compiled with torch.compile, but under pipeline(1) ranks call",
+        ),
+    ],
+)
+def test_compiled_functions_that_would_run_without_compilation_are_refused(make, plan, text):
+    with pytest.raises(cp.PlanError, match=re.escape(text)):
+        train_functions(make, plan)
+
+
+def test_a_function_that_is_compiled_is_part_of_the_graphs_of_the_plan():
+    losses, calls = train_functions(partial(CallsFunction, 0.5), "pipeline(2)", compile="segments(backend=eager)")
+    expected, _ = train_functions(partial(CallsFunction, 0.5), "solo", compile="segments(backend=eager)")
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert not any(calls[1:])

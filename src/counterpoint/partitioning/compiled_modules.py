@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 
 import torch
 from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.model.compilation import Compilation
+from counterpoint.partitioning.own_generators import find_reachable
 
 USE_OPTION = "drop .compile() and torch.compile(), and give compile='segments', which compiles what ranks run"
 """The remedy for a model that would lose its compilation."""
@@ -32,8 +34,15 @@ def find_compiled(model: nn.Module) -> list[str]:
     dynamo = sys.modules.get("torch._dynamo")  # which torch imports when something is compiled
     wrapper = getattr(getattr(dynamo, "eval_frame", None), "OptimizedModule", ())
     return [
-        path for path, module in model.named_modules() if isinstance(module, wrapper) or is_compiled_in_place(module)
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, wrapper) or is_compiled_in_place(module) or is_compiled_function(module.forward)
     ]
+
+
+def is_compiled_function(value: object) -> bool:
+    """Return whether a function or a method is one that ``torch.compile`` has returned."""
+    return isinstance(value, FunctionType | MethodType) and hasattr(value, "_is_torch_compile")
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
@@ -44,7 +53,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
     """Run compiled modules of a model eagerly inside."""
-    if not find_compiled(model):
+    if "torch._dynamo" not in sys.modules:  # which torch imports when something is compiled
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -75,8 +84,13 @@ def require_compilable(
     """
     compiled = find_compiled(model)
     if not compiled:
-        return
-    what = f"{describe_module(model, compiled[0])} is compiled with torch.compile"
+        functions = find_reachable(model, is_compiled_function)
+        if not functions or compilation is not None:  # its graphs contain those of functions
+            return
+        name = getattr(functions[0], "__qualname__", "a function")
+        what = f"{describe_module(model, '')} calls {name}, which is compiled with torch.compile"
+    else:
+        what = f"{describe_module(model, compiled[0])} is compiled with torch.compile"
     if compilation is not None:
         raise PlanError(
             f"{what}, and compile={compilation} compiles it, too; drop .compile() and torch.compile(), or compile="

@@ -1,11 +1,12 @@
-"""Find the random generators that a model or a loss has of its own, and restore what a dry run draws from them."""
+"""Find objects that code of a model or a loss can reach, and restore what a dry run draws from its own generators."""
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -48,7 +49,18 @@ def find_generators(value: object) -> list[OwnGenerator]:
         >>> find_generators(partial(torch.rand, generator=generator)) == [generator]
         True
     """
-    found: dict[int, OwnGenerator] = {}
+    found = find_reachable(value, lambda one: isinstance(one, OwnGenerator))
+    return [one for one in found if isinstance(one, OwnGenerator)]
+
+
+def find_reachable(value: object, is_wanted: Callable[[object], bool]) -> list[object]:
+    """Return the objects that a module or a function can reach: by attributes, closures, globals and defaults.
+
+    Args:
+        value: where to begin.
+        is_wanted: whether an object is returned, instead of looked into.
+    """
+    found: dict[int, object] = {}
     seen: set[int] = set()
     pending: list[tuple[object, int]] = [
         (part, 0) for part in (value.modules() if isinstance(value, nn.Module) else [value])
@@ -58,7 +70,7 @@ def find_generators(value: object) -> list[OwnGenerator]:
         if id(current) in seen or depth > MAX_DEPTH:
             continue
         seen.add(id(current))
-        if isinstance(current, OwnGenerator):
+        if is_wanted(current):
             found[id(current)] = current
         else:
             pending += [(part, depth + 1) for part in _parts_of(current)]
@@ -71,7 +83,7 @@ def _parts_of(value: object) -> Iterator[object]:
         yield from value.children()
         yield from (part for key, part in vars(value).items() if key not in MODULE_REGISTRIES)
         if not _is_torchs(type(value)):
-            yield type(value).forward
+            yield from _methods_of(type(value))
     elif isinstance(value, types.FunctionType):
         if not _is_torchs(value):
             yield from _variables_of(value)
@@ -86,6 +98,16 @@ def _parts_of(value: object) -> Iterator[object]:
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType) and not _is_torchs(type(value)):
         yield from vars(value).values() if len(vars(value)) <= MAX_ENTRIES else ()
         yield from (vars(kind).get("__call__") for kind in type(value).__mro__)
+
+
+def _methods_of(kind: type[nn.Module]) -> Iterator[object]:
+    """Yield the forward of a module, and the methods of its class that it may call."""
+    methods: list[object] = [kind.forward]
+    for method in methods:  # which grows
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        called = (getattr(kind, name, None) for name in (code.co_names if code else ()))
+        methods += [one for one in called if isinstance(one, types.FunctionType) and one not in methods]
+    yield from methods
 
 
 def _variables_of(function: types.FunctionType) -> Iterator[object]:

@@ -6,6 +6,7 @@ in a graph: an uneven last batch has a graph of its own.
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ SegmentFunction: TypeAlias = Callable[..., Any]
 _PACKAGE = Path(__file__).parent.parent
 _LIBRARIES = tuple(map(str, (Path(torch.__file__).parent, _PACKAGE / "partitioning", _PACKAGE / "runtime")))
 """Folders whose code is not the model's."""
+_PYTHON = sysconfig.get_paths()["stdlib"]
+"""The folder of Python's own modules, which may contain those of others."""
 
 
 class SegmentCompiler:
@@ -83,6 +86,11 @@ class SegmentCompiler:
                     "kinds of inputs, which is torch's limit; give batches of few shapes (pad lengths to multiples of "
                     "64), raise torch._dynamo.config.recompile_limit, or drop compile="
                 ) from error
+            if any(text in str(error) for text in LSTM_FAILURES):
+                raise PlanError(
+                    f"compile={self.compilation} cannot compile {self.model_name}, because torch has no compiled "
+                    "nn.LSTM in float32, bf16 and fp16 on a CPU; give backend=eager, use nn.GRU, or drop compile="
+                ) from error
             if not isinstance(error, exc.TorchDynamoException | GuardOnDataDependentSymNode):
                 raise
             if config.skip_fwd_side_effects_in_bwd_under_checkpoint or SIDE_EFFECT not in str(error):
@@ -99,6 +107,9 @@ class SegmentCompiler:
             "change this line so that torch.compile can trace it, or drop compile="
         )
 
+
+LSTM_FAILURES = ("mkldnn_rnn_layer", "expected all tensors_saved_with_vc_check to be Tensors")
+"""Texts of inductor and of AOTAutograd where the backward of an LSTM of oneDNN would be in a graph."""
 
 SIDE_EFFECT = "HOP: Non-nullified side effect"
 """Torch's text where draws are counted inside of ``torch.utils.checkpoint``, which it allows on request only."""
@@ -120,9 +131,10 @@ def first_line(error: Exception) -> str:
 
 
 def find_user_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
-    """Return the innermost frame that is neither torch's nor of this package, or the innermost one."""
+    """Return the innermost frame that is not of torch, Python or this package, or the innermost one."""
     for frame in reversed(frames):
-        if not frame.filename.startswith(_LIBRARIES):
+        is_python = frame.filename.startswith(_PYTHON) and "site-packages" not in frame.filename
+        if not is_python and not frame.filename.startswith(_LIBRARIES):
             return frame
     return frames[-1] if frames else None
 
