@@ -1,9 +1,12 @@
 """Loss scaling: the same bits with and without a scale under every plan; the scale of torch and of DeepSpeed."""
 
+import json
 import math
+import pickle
 import random
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 import counterpoint as cp
+from counterpoint.optim.low_bit_adam import AdamW8bit
 from counterpoint.runtime.loss.loss_scale import MAX_SCALE, LossScaler
 from counterpoint.testing.device_survey import MODEL_PLANS, PLANS, SYSTEMS, batches, make_step
 from counterpoint.testing.parity_models import plan_for
+from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from tests.training.test_nonfinite_gradients import marked_data, planted, train as train_planted
 from tests.training.trainers import dataset, equal_bits, make_trainer, state_of
 
@@ -93,7 +98,7 @@ def test_the_scale_is_that_of_torch_in_every_step(share, interval, num_steps):
         scaler.update()
     assert share != 0.4 or outcomes.count(False) > 10_000
     assert share != 0.0 or max(expected) == MAX_SCALE
-    assert run_scaler(cp.DynamicLossScale(growth_interval=interval, min_scale=2.0**-140), outcomes) == expected
+    assert run_scaler(cp.DynamicLossScale(growth_interval=interval, min_scale=2.0**-126), outcomes) == expected
 
 
 class DeepSpeedScaler:
@@ -194,6 +199,59 @@ def test_nothing_of_a_skipped_step_moves():
     assert equal_bits(weights, expected)
 
 
+def test_a_run_that_continues_with_a_shorter_interval_lets_the_scale_grow():
+    """It waited for a number of good steps that had passed already, and never grew."""
+    scaler = LossScaler(cp.DynamicLossScale(growth_interval=5, init_scale=8.0))
+    scaler.restore((8.0, 7, 1))
+    scales = []
+    for _ in range(7):
+        scaler.update(is_finite=True)
+        scales.append(scaler.scale)
+    assert scales == [16.0] * 5 + [32.0] * 2
+
+
+def scaled_loss(scaler):
+    return lambda output, targets: scaler.scale(F.cross_entropy(output, targets))
+
+
+class ScaledModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scaler = nn.Linear(4, 2), torch.amp.GradScaler("cpu")
+
+    def forward(self, x):
+        return self.scaler.scale(self.layer(x))
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)"])
+def test_a_grad_scaler_in_a_model_or_a_loss_is_refused(plan):
+    """Gradients were those of the scaled loss, and nothing divided them."""
+    model = nn.Linear(4, 2)
+    for trained, loss in ((model, scaled_loss(torch.amp.GradScaler("cpu"))), (ScaledModel(), F.cross_entropy)):
+        with pytest.raises(
+            cp.PlanError, match="the model or the loss uses a GradScaler, by whose scale gradients would"
+        ):
+            cp.parallelize(trained, partial(optim.SGD, lr=0.1), loss, strategy=plan)
+    disabled = scaled_loss(torch.amp.GradScaler("cpu", enabled=False))
+    with cp.parallelize(model, partial(optim.SGD, lr=0.1), disabled, strategy=plan) as step:
+        assert step(torch.zeros(4, 4), torch.tensor([0, 1, 0, 1])) > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "stand-in"])
+def test_a_loop_that_keeps_its_grad_scaler_or_backward_is_told_what_to_remove(device):
+    options = {"device": StandInAccelerator()} if device == "stand-in" else {}
+    step, _ = make_step("mlp", "data(2)", options.pop("device", "cpu"))
+    scaler = torch.amp.GradScaler("cpu")
+    with step:
+        loss: Any = step(*next(batches("mlp")))
+        for use in (loss.backward, lambda: scaler.scale(loss), lambda: scaler.scale([loss])):
+            with pytest.raises(cp.DataError, match=r"a step returns its loss as a number: .*loss_scale='dynamic' \(pa"):
+                use()
+        assert type(pickle.loads(pickle.dumps(loss))) is float
+        assert loss.item() == float(loss)
+        assert json.loads(json.dumps({"loss": float(loss)})) == {"loss": loss}
+
+
 def test_the_smallest_scale_is_an_error_that_names_the_step():
     data = marked_data(step=0, sample=2)[0]
     model = planted(math.inf)
@@ -232,8 +290,17 @@ def test_a_model_whose_gradients_underflow_in_fp16_trains_with_scaling_and_fails
     assert fp16_loss_after("dynamic") < 0.1
 
 
-@pytest.mark.long(quick=["data(2)-zero3(3)"])
-@pytest.mark.parametrize(("first", "second"), [("data(2)", "zero3(3)"), ("pipeline(2)", "solo")])
+@pytest.mark.long(quick=["data(2)-zero3(3)", "server(2, consistency=asp)-data(2)"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("data(2)", "zero3(3)"),
+        ("pipeline(2)", "solo"),
+        ("server(2, consistency=asp)", "data(2)"),  # whose server has no scale of its own
+        ("easgd(2)", "solo"),
+        ("solo", "server(2, consistency=asp)"),
+    ],
+)
 def test_a_run_continues_with_the_scale_of_its_checkpoint_on_another_number_of_ranks(first, second, tmp_path):
     rule = cp.DynamicLossScale(init_scale=1024.0, growth_interval=3)
 
@@ -251,9 +318,16 @@ def test_a_run_continues_with_the_scale_of_its_checkpoint_on_another_number_of_r
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "loss_scale=0 is no positive number that float32 can hold; give a power of two, as 65536"),
+        (
+            0,
+            "loss_scale=0 is no positive number that float32 can hold in full precision (2^-126 to 2^127); give a "
+            "power of two, as 65536",
+        ),
         (math.nan, "loss_scale=nan is no positive number"),
         (math.inf, "loss_scale=inf is no positive number"),
+        (1e-50, "loss_scale=1e-50 is no positive number that float32 can hold in full precision (2^-126 to 2^127)"),
+        (1e-40, "loss_scale=1e-40 is no positive number that float32 can hold in full precision (2^-126 to 2^127)"),
+        (torch.amp.GradScaler("cpu"), "loss_scale is a GradScaler, which scales in calls of backward and of the"),
         (-2.0, "loss_scale=-2.0 is no positive number"),
         (True, "loss_scale=True is no positive number"),
         ("auto", "loss_scale='auto' is unknown; give a number, or 'dynamic'"),
@@ -279,6 +353,17 @@ def test_a_scale_that_is_none_is_refused(value, text):
 def test_a_rule_that_cannot_be_is_refused(options, text):
     with pytest.raises(cp.PlanError, match=re.escape(text)):
         cp.DynamicLossScale(**options)
+
+
+def test_an_eps_of_zero_is_refused_for_weights_in_fp16_and_low_bit_states_need_none():
+    model = nn.Linear(4, 2).half()
+    with pytest.raises(
+        cp.PlanError, match=r"^eps=0 of AdamW is 0 in float16, .* pass precision='fp16', or give eps=6e"
+    ):
+        cp.parallelize(model, partial(optim.AdamW, eps=0.0), F.cross_entropy, strategy="solo")
+    with cp.parallelize(model, partial(AdamW8bit, lr=1e-3), F.cross_entropy, strategy="data(2)") as step:
+        step(torch.zeros(4, 4).half(), torch.tensor([0, 1, 0, 1]))  # which is updated in float32
+    assert all(value.isfinite().all() for value in model.parameters())
 
 
 @pytest.mark.parametrize("make", [optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad])

@@ -26,7 +26,7 @@ from counterpoint.testing.device_survey import (
     make_step,
 )  # fmt: skip
 from counterpoint.training.agreement.rank_facts import describe_options, first_difference
-from counterpoint.training.options import TrainingOptions
+from counterpoint.training.options import TrainingOptions, use_plan_options
 from counterpoint.training.plan_resolution import RequestedPlan
 from tests.training.trainers import dataset, equal_bits, make_trainer, mlp, state_of
 
@@ -234,6 +234,56 @@ def test_a_norm_whose_weights_are_narrow_computes_in_float32():
     normed = F.layer_norm(hidden.float(), (8,), norm.weight.float(), norm.bias.float(), norm.eps)
     assert torch.equal(output, model[2](normed.bfloat16()).float())
     assert norm.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16(rounding=stochastic)", "bf16(norms=compute)"])
+@pytest.mark.parametrize("plan", ["solo", "data(2)"])
+def test_batch_norm_whose_statistics_are_in_bf16_computes_in_it(plan, precision):
+    """It was an error of torch: "expected scalar type Float but found BFloat16"."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)).bfloat16()
+    x, y = torch.randn(8, 8).bfloat16(), torch.randint(4, (8,))
+    expected = F.cross_entropy(copy.deepcopy(model)(x).float(), y).item()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(
+        model, optimizer, F.cross_entropy, strategy=plan, batch_norm="sync", precision=precision
+    ) as step:
+        assert float(step(x, y)) == pytest.approx(expected, rel=1e-2)
+    assert model[1].running_mean.dtype == torch.bfloat16
+    assert model[1].num_batches_tracked == 1
+
+
+def test_a_weight_in_float8_is_refused_unless_it_is_frozen():
+    """It was an error of torch while gradients were summed."""
+    model = nn.Linear(8, 4)
+    model.scale = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn))
+    with pytest.raises(cp.PlanError, match=r"^scale is in float8_e4m3fn, in which torch neither sums gradients nor up"):
+        cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
+    model.scale.requires_grad = False
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, strategy="data(2)") as step:
+        assert step(torch.ones(4, 8), torch.tensor([0, 1, 2, 3])) > 0
+
+
+class AutocastInside(nn.Linear):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "server(2)"])
+def test_an_autocast_inside_the_model_may_be_to_another_dtype(plan):
+    """The check of losses joined samples in bf16 inside the autocast to fp16, which torch refuses."""
+    x, y = torch.ones(4, 8), torch.tensor([0, 1, 2, 3])
+    losses = []
+    for strategy in (plan, "solo"):
+        torch.manual_seed(0)
+        model = AutocastInside(8, 4)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        with cp.parallelize(
+            model, optimizer, F.cross_entropy, strategy=strategy, precision="fp16(autocast=true)"
+        ) as step:
+            losses.append([float(step(x, y)) for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_a_hook_that_fails_before_a_forward_leaves_the_casts_as_they_were():
@@ -470,6 +520,13 @@ def test_ranks_compare_the_precisions_of_their_plan_files(other):
     own, theirs = (RequestedPlan(one).describe(one, None) for one in (plan, replace(plan, precision=other)))
     text = f"the precision of the plan is bf16 on rank 0, {other} on rank 1"
     assert first_difference([own, theirs]).startswith(text)
+
+
+def test_precisions_that_differ_are_named_before_the_loss_scale_that_one_of_them_has():
+    plan = cp.Plan.parse("data(2)")
+    options = (use_plan_options(TrainingOptions(precision=text), plan) for text in ("bf16", "fp16"))
+    text = "the option precision is bf16 on rank 0, fp16 on rank 1; give the same value on all of them"
+    assert first_difference([*map(describe_options, options)]) == text
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,9 @@ class ModuleCasts:
         outputs: list[CastFn] = []
         if stays_wide(module, self.precision):
             own = [param.dtype for param in params.values() if param is not None and param.is_floating_point()]
-            wide = max([torch.float32, *own], key=lambda one: one.itemsize)
+            # torch's batch norm takes inputs in the dtype of its statistics
+            statistics = [one.dtype for one in module.buffers(recurse=False) if one.is_floating_point()]
+            wide = max(statistics or [torch.float32, *own], key=lambda one: one.itemsize)
             inputs.append(partial(widen, wide))
             outputs.append(partial(narrow, dtype))
             if any(is_narrower(one, wide) for one in own):  # weights that are in bf16 themselves
@@ -398,7 +400,7 @@ def autocast_dtype(precision: Precision | None) -> torch.dtype | None:
 
 
 def stays_wide(module: nn.Module, precision: Precision) -> bool:
-    """Return whether a module is a norm that computes in float32; one with running statistics always does."""
+    """Return whether a module is a norm that computes in float32, or with running statistics in their dtype."""
     has_statistics = any(buffer is not None for buffer in vars(module)["_buffers"].values())
     return isinstance(module, NORMS) and (precision.norms == "fp32" or has_statistics)
 

@@ -419,14 +419,15 @@ class OptimizerSpec:
             optimizer.step()
         return {key: value for key, value in optimizer.state[param].items() if is_scalar_state(key, value, param)}
 
-    def list_state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the entries of an elementwise optimizer's state that have a number for each element, and their dtypes.
+    def list_state_dtypes(self, group: int, dtype: torch.dtype, num_dims: int = 1) -> dict[str, torch.dtype]:
+        """Return the entries of the optimizer's state that have a number for each element, and their dtypes.
 
         Args:
             group: index of an option group, by whose options a parameter is updated.
             dtype: of the parameter.
+            num_dims: of the parameter, if the optimizer is not elementwise.
         """
-        param = nn.Parameter(torch.zeros(2, dtype=dtype))
+        param = nn.Parameter(torch.zeros((2,) * num_dims, dtype=dtype))
         param.grad = torch.zeros_like(param)
         optimizer = self.build([(group, param)])
         with without_dynamo_import():

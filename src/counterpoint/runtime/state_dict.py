@@ -424,11 +424,24 @@ def restore_optimizers(
         for key in keys:
             fulls = [full for slot, _, _ in slots if (full := read(key, slot.name)) is not None]
             if fulls and len(fulls) == len(slots):
-                state[key] = _local_optimizer_state(shard_map, rank, fulls, target).to(target.tensor.device)
+                local = _local_optimizer_state(shard_map, rank, fulls, target)
+                state[key] = as_state_of_run(rank, target, key, local).to(target.tensor.device)
         require_equal_scalars({slot.name: scalars.get(slot.name, {}) for slot, _, _ in slots})
         for key, value in scalars.get(slots[0][0].name, {}).items():
             state[key] = value.to(scalar_device(target), copy=True) if isinstance(value, Tensor) else value
         rank.interpreter.store.write_state(target.optimizer, target.tensor, state)
+
+
+def as_state_of_run(rank: RankRuntime, target: OptimizerTarget, key: str, value: Tensor) -> Tensor:
+    """Return an entry of the state of weights in bf16 in the dtype that this run keeps it in.
+
+    With stochastic rounding that is float32, and bf16 without; torch's ``load_state_dict`` casts as well.
+    """
+    if target.tensor.dtype != torch.bfloat16 or value.dtype not in {torch.bfloat16, torch.float32}:
+        return value
+    group = target.param_slots()[0][0].group
+    dtypes = rank.interpreter.store.state_dtypes(group, target.tensor, has_masters=False)
+    return value.to(dtypes.get(key, value.dtype))
 
 
 def scalar_device(target: OptimizerTarget) -> torch.device:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from counterpoint.errors import DataError, PlanError
+from counterpoint.errors import DataError, PlanError, ProgramError
 from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale
 from counterpoint.runtime.params.flat_layout import build_layouts
@@ -207,6 +207,24 @@ def test_plans_whose_gradients_would_travel_otherwise_are_refused(plan, match):
 def test_sparse_gradients_are_refused():
     with pytest.raises(PlanError, match=r"the gradient of table\.weight is sparse, and its rows travel in their own"):
         steps("data(2)", model=Lookup(), optimizer=torch.optim.SGD)
+
+
+class ComplexScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1 + 2j, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale).abs()
+
+
+def test_complex_gradients_are_not_cast_which_would_lose_their_imaginary_parts():
+    params = [("scale", (4,), torch.complex64, 0), ("weight", (4,), torch.float32, 0)]
+    layouts = build_layouts(params, split_size=1, reduce_dtype=torch.bfloat16)
+    assert [layout.reduce_dtype for layout in layouts] == [None, torch.bfloat16]
+    with pytest.raises(ProgramError, match="complex128 cannot be reduced; keep a complex parameter as a real one of"):
+        steps("zero(2)", model=ComplexScale(), share_params_on_host=False)
 
 
 def test_one_rank_sums_nothing():

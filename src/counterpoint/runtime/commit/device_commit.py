@@ -101,7 +101,7 @@ class DeviceLossScale(NamedTuple):
         """
         zero, full = torch.zeros_like(self.scale), torch.full_like(self.scale, float(rule.hysteresis))
         good = self.num_good_steps + 1
-        grows = good == rule.growth_interval
+        grows = good >= rule.growth_interval
         grown = torch.where(self.scale * rule.growth_factor <= MAX_SCALE, self.scale * rule.growth_factor, self.scale)
         left = full if rule.consecutive_hysteresis else torch.where(grows, full, self.hysteresis)
         after_good = torch.where(grows, grown, self.scale), torch.where(grows, zero, good), left

@@ -783,7 +783,7 @@ class LossCheck:
             [None if grad is None else grad * (own / weight) for grad in of_half]
             for (of_half, _, _), own in zip(halves, weights, strict=True)
         ]
-        sums = [None if one is None or two is None else torch.cat([one, two]) for one, two in zip(*parts, strict=True)]
+        sums = [None if one is None or two is None else join(one, two) for one, two in zip(*parts, strict=True)]
         error = max(gradient_errors(grads, sums, torch.finfo(dtype).eps), default=0.0)
         if error:
             raise DataError(
@@ -931,6 +931,12 @@ def _as_leaf(leaf: object) -> object:
     return leaf.detach().clone().requires_grad_(leaf.is_floating_point() or leaf.is_complex())
 
 
+def join(first: Tensor, second: Tensor) -> Tensor:
+    """Return the samples of two tensors; an autocast to fp16 refuses to join two in bf16, which need no cast."""
+    with torch.autocast(first.device.type, enabled=False):
+        return torch.cat([first, second])
+
+
 def _halve(leaf: object) -> object:
     return leaf / 2 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
@@ -944,7 +950,7 @@ def _repeat(leaf: object, *, num_samples: int, total: int) -> object:
 
 def _concatenate(first: object, second: object, *, joins_lists: bool) -> object:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.cat([first, second])
+        return join(first, second)
     return [*first, *second] if joins_lists and is_plain_list(first) else second  # type: ignore[misc]
 
 

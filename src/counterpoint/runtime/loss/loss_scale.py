@@ -18,8 +18,8 @@ from typing import Literal
 
 from counterpoint.errors import PlanError
 
-MAX_SCALE = 2.0**127
-"""The largest power of two in float32."""
+MAX_SCALE, MIN_SCALE = 2.0**127, 2.0**-126
+"""The largest and the smallest power of two that float32 holds with all of its bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,11 @@ def require_positive(name: str, value: object) -> None:
         PlanError: it is no positive, finite number.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= MAX_SCALE:  # type: ignore[operator]  # a number
-        raise PlanError(f"{name}={value!r} is no positive number that float32 can hold; give a power of two, as 65536")
+    if not is_number or not MIN_SCALE <= value <= MAX_SCALE:  # type: ignore[operator]  # a number
+        raise PlanError(
+            f"{name}={value!r} is no positive number that float32 can hold in full precision (2^-126 to 2^127); give a "
+            "power of two, as 65536"
+        )
 
 
 def parse_loss_scale(value: object) -> float | DynamicLossScale | None:
@@ -106,6 +109,11 @@ def parse_loss_scale(value: object) -> float | DynamicLossScale | None:
         return DynamicLossScale()
     if isinstance(value, str):
         raise PlanError(f"loss_scale={value!r} is unknown; give a number, or 'dynamic'")
+    if type(value).__name__ == "GradScaler":
+        raise PlanError(
+            "loss_scale is a GradScaler, which scales in calls of backward and of the optimizer that belong to the "
+            "step here; give 'dynamic', which has its rule and its numbers, or cp.DynamicLossScale(init_scale=...)"
+        )
     require_positive("loss_scale", value)
     return float(value)  # type: ignore[arg-type]  # a number
 
@@ -156,7 +164,7 @@ class LossScaler:
         self.num_good_steps += 1
         if rule.consecutive_hysteresis:
             self.hysteresis = rule.hysteresis
-        if self.num_good_steps == rule.growth_interval:
+        if self.num_good_steps >= rule.growth_interval:  # more if a checkpoint was saved with a longer interval
             self.num_good_steps, self.hysteresis = 0, rule.hysteresis
             if self.scale * rule.growth_factor <= MAX_SCALE:
                 self.scale *= rule.growth_factor

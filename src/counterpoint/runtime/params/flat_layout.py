@@ -254,7 +254,9 @@ def build_layouts(
         slots: list[ParamSlot] = []
         for name, shape, _, group in sorted(members, key=lambda item: item[3]):
             slots.append(ParamSlot(name, shape, slots[-1].stop if slots else 0, group))
-        is_narrower = reduce_dtype is not None and reduce_dtype.itemsize < dtype.itemsize
+        is_narrower = (
+            reduce_dtype is not None and dtype.is_floating_point and reduce_dtype.itemsize < dtype.itemsize
+        )  # not a complex dtype, which would lose its imaginary parts
         narrower, is_held = reduce_dtype if is_narrower else None, holds_casts and read_dtype is not None
         layouts.append(FlatLayout(dtype, tuple(slots), split_size, merges_params, read_dtype, narrower, is_held))
     return tuple(layouts)

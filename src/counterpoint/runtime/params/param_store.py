@@ -317,7 +317,7 @@ class ParamStore:
         self.is_shared_on_host = False
         self.in_backward = False  # whether gradients computed now belong to a step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
-        self._known_state_dtypes: dict[tuple[int, torch.dtype], StateDtypes] = {}
+        self._known_state_dtypes: dict[tuple[int, torch.dtype, int], StateDtypes] = {}
         self._have_state: set[tuple[Unit, ...]] = set()  # whose optimizer has allocated its state
         self.num_host_commits = 0  # applied since the ranks were built, or have got other state
         self.skips: Tensor | None = (
@@ -490,19 +490,21 @@ class ParamStore:
             if self.offloaded is not None and optimizer is not None:
                 layouts = [own.flat_params.layout for unit in units for own in self.units[unit].update_ranges]
                 dtypes = [
-                    self._state_dtypes(*target, has_masters=layout.holds_casts)
+                    self.state_dtypes(*target, has_masters=layout.holds_casts)
                     for target, layout in zip(targets, layouts, strict=True)
                 ]
                 self.offloaded.add(units, optimizer, tensors, dtypes)
         return self.optimizers[units]
 
-    def _state_dtypes(self, group: int, tensor: Tensor, *, has_masters: bool) -> StateDtypes:
+    def state_dtypes(self, group: int, tensor: Tensor, *, has_masters: bool) -> StateDtypes:
         """Return the entries of a tensor's state; weights that are rounded stochastically are updated in float32."""
         is_widened = self.rounding is not None and tensor.dtype == torch.bfloat16
         dtype = torch.float32 if is_widened else tensor.dtype
-        if (group, dtype) not in self._known_state_dtypes:
-            self._known_state_dtypes[group, dtype] = self.optimizer_spec.list_state_dtypes(group, dtype)
-        dtypes = self._known_state_dtypes[group, dtype]
+        num_dims = tensor.dim()
+        if (group, dtype, num_dims) not in self._known_state_dtypes:
+            found = self.optimizer_spec.list_state_dtypes(group, dtype, num_dims)
+            self._known_state_dtypes[group, dtype, num_dims] = found
+        dtypes = self._known_state_dtypes[group, dtype, num_dims]
         return {**dtypes, MASTER: dtype} if has_masters else dtypes
 
     def open_offloaded(self, optimizer_groups: Iterable[tuple[Unit, ...]]) -> None:

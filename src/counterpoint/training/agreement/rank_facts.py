@@ -221,7 +221,7 @@ def describe_options(options: TrainingOptions) -> list[list[str]]:
     }
     values = {
         option.name: describe_option(parsed.get(option.name, getattr(options, option.name)), str(option.type))
-        for option in fields(options)
+        for option in sorted(fields(options), key=lambda one: one.name != "precision")  # which may imply loss_scale
         if option.name not in {"device", "profile", "init_weights"}
     }
     if options.init_weights is not None:

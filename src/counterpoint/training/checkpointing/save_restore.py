@@ -366,8 +366,12 @@ def describe_delayed_grads(local_ranks: LocalRanks) -> dict[str, Json]:
 
 
 def describe_loss_scale(local_ranks: LocalRanks) -> dict[str, Json]:
-    """Return the state of a dynamic loss scale, the smallest of this process's ranks; empty if it is not dynamic."""
-    scalers = [rank.interpreter.state.loss_scaler for rank in local_ranks.ranks.values()]
+    """Return the state of a dynamic loss scale, the smallest of this process's ranks; empty if it is not dynamic.
+
+    Servers of asynchronous workers take no part in commits, so that their scale stays the first one.
+    """
+    states = [rank.interpreter.state for rank in local_ranks.ranks.values()]
+    scalers = [state.loss_scaler for state in [one for one in states if one.num_commits] or states]
     if not isinstance(scalers[0].config, DynamicLossScale):
         return {}
     scale, num_good_steps, hysteresis = min(scaler.state() for scaler in scalers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -15,7 +15,9 @@ from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import CheckpointError, DataError, PlanError
 from counterpoint.file_reader import find_file_kind
 from counterpoint.model.precision import Precision
+from counterpoint.optim.low_bit_adam import LowBitAdam
 from counterpoint.partitioning.dry_run import TrainingModes
+from counterpoint.partitioning.own_generators import find_reachable
 from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import find_sync_modules, forward_microbatches
@@ -83,6 +85,8 @@ def wrap_optimizer(
         )
     optimizer_spec = OptimizerSpec(optimizer, trained)
     require_eps_above_zero(optimizer_spec.optimizer)
+    require_updatable(trained)
+    require_no_grad_scaler(model, loss)
     for system, published in published_optimizers(strategy).items() if isinstance(strategy, str) else ():
         if optimizer_spec.optimizer_class.__name__ != published:
             warn(
@@ -95,6 +99,35 @@ def wrap_optimizer(
     return optimizer_spec
 
 
+def require_no_grad_scaler(*roots: object) -> None:
+    """Check that neither a model nor its loss has a ``GradScaler`` of the user.
+
+    Raises:
+        PlanError: one has; its scale would be part of the loss, and of gradients, which nothing divides by it.
+    """
+    scalers = [one for root in roots for one in find_reachable(root, lambda one: isinstance(one, torch.amp.GradScaler))]
+    if any(isinstance(one, torch.amp.GradScaler) and one.is_enabled() for one in scalers):
+        raise PlanError(
+            "the model or the loss uses a GradScaler, by whose scale gradients would not be divided, because the step "
+            "runs backward and the update itself; remove it, and pass loss_scale='dynamic' (part of precision='fp16')"
+        )
+
+
+def require_updatable(params: Mapping[str, nn.Parameter]) -> None:
+    """Check that parameters that are trained have a dtype in which gradients can be summed.
+
+    Raises:
+        PlanError: one is in float8.
+    """
+    for name, param in params.items():
+        if param.requires_grad and param.dtype.is_floating_point and param.dtype.itemsize == 1:
+            raise PlanError(
+                f"{name} is in {str(param.dtype).removeprefix('torch.')}, in which torch neither sums gradients nor "
+                "updates weights; keep it in float32 or bf16 and convert its layer with torchao's "
+                "convert_to_float8_training, which computes products in fp8, or freeze it with requires_grad_(False)"
+            )
+
+
 def require_eps_above_zero(optimizer: optim.Optimizer) -> None:
     """Check that the optimizer's eps is a number above 0 in the dtype of its parameters.
 
@@ -103,15 +136,16 @@ def require_eps_above_zero(optimizer: optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         eps = group.get("eps")
-        if not isinstance(eps, float) or eps <= 0 or group.get("fused"):  # fused kernels compute in float32
+        is_number = isinstance(eps, float | int) and eps >= 0
+        if not is_number or group.get("fused") or isinstance(optimizer, LowBitAdam):  # which compute in float32
             continue
         for dtype in {param.dtype for param in group["params"] if param.is_floating_point()}:
-            if torch.tensor(eps, dtype=dtype) == 0:
+            if torch.tensor(eps, dtype=dtype) == 0 and (eps or dtype == torch.float16):  # 0 is a choice elsewhere
                 name = str(dtype).removeprefix("torch.")
+                wide = "keep the model in float32 and pass precision='fp16', or " if dtype == torch.float16 else ""
                 raise PlanError(
                     f"eps={eps:g} of {type(optimizer).__name__} is 0 in {name}, the dtype of its parameters, so its "
-                    "update would divide by zero where a gradient is small; keep the model in float32 and call the "
-                    f"step inside torch.autocast(..., {dtype}) with loss_scale='dynamic', or give "
+                    f"update would divide by zero where a gradient is small; {wide}give "
                     f"eps={1e3 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps:.0e} or more"
                 )
 
