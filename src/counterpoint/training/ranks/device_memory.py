@@ -6,28 +6,49 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from counterpoint.device.accelerator import Accelerator
-from counterpoint.errors import PlanError
+from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.precision import Precision
 from counterpoint.model.spec import ModelSpec
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
-from counterpoint.runtime.microbatches import slice_samples
+from counterpoint.profiler.roofline import estimate_model
+from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.strategies.recomputation import RECOMPUTE_PASS
-from counterpoint.training.model_partition import describe_trained, finest_partition
-from counterpoint.training.plan_resolution import MAX_TRACE_SAMPLES
+from counterpoint.training.model_partition import describe_trained
+from counterpoint.training.profiling import build_profile_target, mean_output_loss
 from counterpoint.viz.number_format import format_bytes
-from counterpoint.world.cluster import Cluster
+from counterpoint.world.cluster import Cluster, Device
 
 USABLE = 0.9
 """Share of a device's memory that predictions may fill: they do not count what operators use inside, and gaps."""
+
+
+NUM_GRADS = 2
+"""Gradients of activations that a backward holds at once: what an operation reads, and what it computes."""
+
+
+class LayerMemory(NamedTuple):
+    """What predictions of memory know of a model.
+
+    Args:
+        spec: its layers.
+        profile: with what each of them saves for its backward.
+        sample_bytes: of the inputs and targets of a sample.
+    """
+
+    spec: ModelSpec
+    profile: ModelProfile
+    sample_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +63,8 @@ class DeviceMemory:
         microbatch_size: samples of it.
         optimizer_spec: which parameters are trained.
         precision: whose casts the model has; None for the dtypes of its parameters.
+        loss: from the model's output and the targets to the loss; None for a mean of the output.
+        targets: of the microbatch, if there is a loss.
     """
 
     accelerator: Accelerator
@@ -51,25 +74,35 @@ class DeviceMemory:
     microbatch_size: int
     optimizer_spec: OptimizerSpec
     precision: Precision | None = None
+    loss: LossFunction | None = None
+    targets: Any = None
 
-    def find_layers(self) -> ModelSpec | None:
-        """Return the layers of the model, found on a copy in host memory; None if they cannot be found."""
+    def estimate_layers(self) -> LayerMemory | None:
+        """Return the layers of the model, and what each saves for its backward; None if they cannot be found.
+
+        Both are found on a copy in host memory, the second by running it on tensors without memory.
+        """
         memo = {id(tensor): _on_host(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        inputs = slice_samples(as_call_args(self.inputs), 0, min(self.microbatch_size, MAX_TRACE_SAMPLES))
+        inputs, targets = tree_map(_on_host, (as_call_args(self.inputs), self.targets))
         try:
             with self.accelerator.preserve_rng():
                 model = copy.deepcopy(self.model, memo)
-                partition = finest_partition(model, tree_map(_on_host, inputs), ("blocks", "tensor_parallel"))
-        except (PlanError, RuntimeError, TypeError):  # a forward, or a copy, of any model
+                loss, spec = self.loss or mean_output_loss, self.optimizer_spec
+                target = build_profile_target(model, inputs, targets, loss=loss, optimizer_spec=spec)
+                layers = describe_trained(target.partitioned, model, spec, self.precision)
+                sizes = sorted({max(self.microbatch_size // 8, 1), self.microbatch_size})
+                estimate = partial(estimate_model, replace(target, spec=layers), "", Device(), samples=sizes)
+                batch_bytes = sum(leaf.nbytes for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
+                return LayerMemory(layers, estimate(precision=self.precision), batch_bytes / self.microbatch_size)
+        except (CounterpointError, RuntimeError, TypeError):  # a forward, a loss, or a copy, of any model
             return None
-        return describe_trained(partition, model, self.optimizer_spec, self.precision)
 
     def describe(self) -> str:
         """Return what a step needs, and the smallest change that fits."""
         plan, batch_size = self.plan, self.microbatch_size * self.plan.global_num_microbatches
-        stats, spec = self.accelerator.memory_stats(), self.find_layers()
+        stats, layers = self.accelerator.memory_stats(), self.estimate_layers()
         usable_bytes = USABLE * (stats.free_bytes + stats.reserved_bytes)
-        needed_bytes = predict_bytes(plan, spec, batch_size)
+        needed_bytes = predict_bytes(plan, layers, batch_size)
         text = f"a step of {batch_size} samples under {plan} needs "
         text += f"{'an unknown size' if needed_bytes is None else format_bytes(needed_bytes)} by prediction"
         if needed_bytes is not None and needed_bytes < stats.free_bytes + stats.reserved_bytes:
@@ -77,7 +110,7 @@ class DeviceMemory:
         if plan.num_ranks > 1:
             text += f", for all {plan.num_ranks} ranks, which share the device"
         for change, changed, samples in possible_changes(plan, batch_size):
-            changed_bytes = predict_bytes(changed, spec, samples)
+            changed_bytes = predict_bytes(changed, layers, samples)
             if changed_bytes is not None and changed_bytes < min(usable_bytes, needed_bytes or usable_bytes):
                 return f"{text}; the smallest change that fits: {change} ({format_bytes(changed_bytes)})"
         return (
@@ -96,16 +129,24 @@ def describe_model(modules: Iterable[nn.Module]) -> str:
     )
 
 
-def predict_bytes(plan: Plan, spec: ModelSpec | None, batch_size: int) -> int | None:
-    """Return the peak memory of all ranks of a plan together; None if it cannot be executed."""
+def predict_bytes(plan: Plan, layers: LayerMemory | None, batch_size: int) -> int | None:
+    """Return the peak memory of all ranks of a plan together; None if it cannot be executed.
+
+    Beside what the program holds, these are the batch, and the largest gradients of activations, which exist for a
+    moment.
+    """
     from counterpoint.planner.ranking import predict_rank_bytes
 
-    if spec is None:
+    if layers is None:
         return None
+    spec, profile, sample_bytes = layers
+    samples = max(-(-batch_size // plan.global_num_microbatches), 1)
+    largest_bytes = max(layer.output_bytes for layer in profile.at_microbatch_size(samples).layers)
     try:
-        return sum(predict_rank_bytes(plan, spec, Cluster(), batch_size=batch_size))
+        held_bytes = sum(predict_rank_bytes(plan, spec, Cluster(), batch_size=batch_size, profile=profile))
     except PlanError:
         return None
+    return int(held_bytes + sample_bytes * batch_size + plan.num_ranks * NUM_GRADS * largest_bytes)
 
 
 def possible_changes(plan: Plan, batch_size: int) -> Iterator[tuple[str, Plan, int]]:

@@ -699,16 +699,25 @@ class LocalRanks:
 
         return explain_division(self.model, loss, self.plan, read)
 
-    def device_memory(self, inputs: Any, num_samples: int) -> DeviceMemory:  # noqa: ANN401 - whatever the model takes
-        """Return what the ranks need of their device for microbatches like this one."""
-        size = max(num_samples, 1)
-        return DeviceMemory(self.accelerator, self.plan, self.model, inputs, size, self.optimizer_spec, self.precision)
+    def device_memory(self, inputs: Any, num_samples: int, targets: Any = None) -> DeviceMemory:  # noqa: ANN401 - whatever the model and the loss take
+        """Return what the ranks need of their device for microbatches like this one, without the loss if no targets."""
+        return DeviceMemory(
+            self.accelerator,
+            self.plan,
+            self.model,
+            inputs,
+            max(num_samples, 1),
+            self.optimizer_spec,
+            self.precision,
+            None if targets is None else self.loss,
+            targets,
+        )
 
     def memory_of(self, batch: MicrobatchSource) -> DeviceMemory:
         """Return what the ranks need of their device for a batch."""
         interpreter = next(iter(self.ranks.values())).interpreter
         micro = interpreter.rng.step * interpreter.program.microbatches_per_batch
-        return self.device_memory(batch.inputs(micro), batch.sizes[micro])
+        return self.device_memory(batch.inputs(micro), batch.sizes[micro], batch.targets(micro))
 
     @property
     def knows_stop_signal(self) -> bool:
