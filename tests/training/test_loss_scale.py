@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import counterpoint as cp
 from counterpoint.optim.low_bit_adam import AdamW8bit
+from counterpoint.profiler.gradient_profile import profile_gradients
 from counterpoint.runtime.loss.loss_scale import MAX_SCALE, LossScaler
 from counterpoint.testing.device_survey import MODEL_PLANS, PLANS, SYSTEMS, batches, make_step
 from counterpoint.testing.parity_models import plan_for
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from tests.training.test_nonfinite_gradients import marked_data, planted, train as train_planted
-from tests.training.trainers import dataset, equal_bits, make_trainer, state_of
+from tests.training.trainers import dataset, equal_bits, make_trainer, mlp, state_of
 
 
 def train(model, plan, num_steps=4, **options):
@@ -288,6 +289,60 @@ def fp16_loss_after(loss_scale):
 def test_a_model_whose_gradients_underflow_in_fp16_trains_with_scaling_and_fails_without():
     assert fp16_loss_after(None) > 0.9
     assert fp16_loss_after("dynamic") < 0.1
+
+
+class Channels(nn.Module):
+    """A weight for each of 100 channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(100))
+
+    def forward(self, x):
+        return x * self.weights
+
+
+IMPORTANCE = torch.cat([torch.full((31,), 2.0**-24), torch.full((69,), 2.0**-6)])
+"""Of each channel in the loss: fp16 has no gradients of 31 of them."""
+
+
+def channel_loss(output, targets):
+    return ((output - targets).square() * IMPORTANCE).sum(1).mean()
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)"])
+def test_a_model_of_whose_gradients_fp16_loses_31_percent_trains_with_scaling_and_fails_without(strategy):
+    inputs = torch.rand(32, 100, generator=torch.Generator().manual_seed(0)) + 0.5
+    lost = profile_gradients(Channels(), inputs, inputs, loss=channel_loss, num_samples=32).total("activations")
+    assert lost.share(lost.num_lost()) == pytest.approx(0.31)
+    errors = {}
+    for scale in (1.0, "dynamic"):
+        model = Channels()
+        optimizer, options = optim.Adam(model.parameters(), lr=0.1), {"precision": "fp16", "loss_scale": scale}
+        with cp.parallelize(model, optimizer, channel_loss, strategy=strategy, **options) as step:
+            for _ in range(60):
+                step(inputs, inputs)
+        errors[scale] = (model.weights.detach() - 1).abs()
+    assert errors[1.0][:31].min() == 1.0  # nothing was learned
+    assert max(errors[1.0][31:].max(), errors["dynamic"].max()) < 0.1
+
+
+@pytest.mark.parametrize(
+    "strategy", ["solo", "data(2)", "zero(2, level=2)", "pipeline(2, schedule=gpipe)", "server(2)"]
+)
+def test_a_scale_changes_no_bit_of_accumulated_batches(strategy):
+    weights = []
+    for scale in (None, 2.0**16):
+        trained = mlp().float()
+        options = {"strategy": strategy, "loss_scale": scale, "clip_norm": 0.05}
+        with cp.parallelize(trained, partial(optim.SGD, lr=0.1, momentum=0.9), F.cross_entropy, **options) as step:
+            for _ in range(3):
+                for start, stop in ((0, 8), (8, 20), (20, 24)):
+                    inputs, targets = dataset(24)[start:stop]
+                    step.accumulate(inputs.float(), targets)
+                step.update()
+        weights.append(state_of(trained))
+    assert equal_bits(*weights)
 
 
 @pytest.mark.long(quick=["data(2)-zero3(3)", "server(2, consistency=asp)-data(2)"])
