@@ -89,7 +89,7 @@ def test_torchs_own_policies_are_read():
     }
     arguments = plan_arguments(sharded(**policies), num_ranks=2)
     assert arguments["precision"] == "bf16(norms=compute, output=compute)"
-    assert arguments["passes"] == ("overlap", "prefetch")  # optimizer state is on the host already
+    assert arguments["passes"] == ("overlap", "prefetch", "offload:state=host")
 
 
 def test_the_outermost_module_says_what_the_output_is():

@@ -64,7 +64,7 @@ def test_cards_that_differ_are_a_notice_of_rank_0():
 def test_a_job_without_nccl_is_told_so():
     for _, error in outcomes(CARD, CARD, has_own_groups=False):
         assert "exchange tensors in host memory only, as torch 2" in error
-        assert "has no NCCL here; choose transport='process_group'" in error
+        assert "has no NCCL here; install a build of torch with it on all hosts" in error
 
 
 def devices(*identities):

@@ -8,6 +8,7 @@ import re
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -229,9 +230,7 @@ def test_a_grad_scaler_in_a_model_or_a_loss_is_refused(plan):
     """Gradients were those of the scaled loss, and nothing divided them."""
     model = nn.Linear(4, 2)
     for trained, loss in ((model, scaled_loss(torch.amp.GradScaler("cpu"))), (ScaledModel(), F.cross_entropy)):
-        with pytest.raises(
-            cp.PlanError, match="the model or the loss uses a GradScaler, by whose scale gradients would"
-        ):
+        with pytest.raises(cp.PlanError, match="the model or the loss has a GradScaler in an attribute"):
             cp.parallelize(trained, partial(optim.SGD, lr=0.1), loss, strategy=plan)
     disabled = scaled_loss(torch.amp.GradScaler("cpu", enabled=False))
     with cp.parallelize(model, partial(optim.SGD, lr=0.1), disabled, strategy=plan) as step:
@@ -245,9 +244,11 @@ def test_a_loop_that_keeps_its_grad_scaler_or_backward_is_told_what_to_remove(de
     scaler = torch.amp.GradScaler("cpu")
     with step:
         loss: Any = step(*next(batches("mlp")))
-        for use in (loss.backward, lambda: scaler.scale(loss), lambda: scaler.scale([loss])):
-            with pytest.raises(cp.DataError, match=r"a step returns its loss as a number: .*loss_scale='dynamic' \(pa"):
-                use()
+        with pytest.raises(cp.DataError, match=r"a step returns its loss as a number: .*loss_scale='dynamic' \(pa"):
+            loss.backward()
+        with pytest.raises(ValueError, match="outputs must be a Tensor"):
+            scaler.scale(loss)
+        assert not np.iterable(loss)  # or plots and tables would take it for a list
         assert type(pickle.loads(pickle.dumps(loss))) is float
         assert loss.item() == float(loss)
         assert json.loads(json.dumps({"loss": float(loss)})) == {"loss": loss}
@@ -318,8 +319,9 @@ def test_a_model_of_whose_gradients_fp16_loses_31_percent_trains_with_scaling_an
     errors = {}
     for scale in (1.0, "dynamic"):
         model = Channels()
-        optimizer, options = optim.Adam(model.parameters(), lr=0.1), {"precision": "fp16", "loss_scale": scale}
-        with cp.parallelize(model, optimizer, channel_loss, strategy=strategy, **options) as step:
+        optimizer = optim.Adam(model.parameters(), lr=0.1)
+        own_scale: Any = {"loss_scale": scale}
+        with cp.parallelize(model, optimizer, channel_loss, strategy=strategy, precision="fp16", **own_scale) as step:
             for _ in range(60):
                 step(inputs, inputs)
         errors[scale] = (model.weights.detach() - 1).abs()
@@ -334,7 +336,7 @@ def test_a_scale_changes_no_bit_of_accumulated_batches(strategy):
     weights = []
     for scale in (None, 2.0**16):
         trained = mlp().float()
-        options = {"strategy": strategy, "loss_scale": scale, "clip_norm": 0.05}
+        options: Any = {"strategy": strategy, "loss_scale": scale, "clip_norm": 0.05}
         with cp.parallelize(trained, partial(optim.SGD, lr=0.1, momentum=0.9), F.cross_entropy, **options) as step:
             for _ in range(3):
                 for start, stop in ((0, 8), (8, 20), (20, 24)):

@@ -186,8 +186,7 @@ def plan_arguments(model: nn.Module, *, num_ranks: int | None = None) -> dict[st
         split_points=tuple(path for path, note in notes.items() if path and not note.joins_previous),
     )
     strategy = f"{zero} * {Data(num_replicas)}" if num_replicas > 1 else str(zero)
-    is_on_device = any(param.device.type not in ("cpu", "meta") for param in model.parameters())
-    offload = ("offload:state=host",) if first.offloads_state and is_on_device else ()
+    offload = ("offload:state=host",) if first.offloads_state else ()  # on CPUs a warning says that it changes nothing
     arguments: dict[str, Any] = {"strategy": strategy, "passes": ("overlap", "prefetch", *offload)}
     return arguments if first.precision is None else {**arguments, "precision": str(first.precision)}
 

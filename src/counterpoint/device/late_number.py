@@ -10,7 +10,7 @@ from counterpoint.errors import DataError
 
 
 def refuse_tensor_use() -> NoReturn:
-    """Raise, because a loop uses the loss of a step as in a loop of torch.
+    """Raise the error of a loop that treats the loss of a step as a tensor.
 
     Raises:
         DataError: the loss is a number, and has no graph.
@@ -24,7 +24,7 @@ def refuse_tensor_use() -> NoReturn:
 
 @final
 class StepNumber(float):
-    """The loss of a step, a float; an error says so where a loop calls its backward or gives it to a ``GradScaler``.
+    """The loss of a step, a float; an error says so where a loop calls its backward.
 
     Example:
         >>> StepNumber(0.5) + 1, StepNumber(0.5).item(), [StepNumber(0.5)]
@@ -39,10 +39,6 @@ class StepNumber(float):
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Raise: see :func:`refuse_tensor_use`."""
-        refuse_tensor_use()
-
-    def __iter__(self) -> NoReturn:
-        """Raise: a ``GradScaler`` looks for tensors inside."""
         refuse_tensor_use()
 
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
@@ -79,10 +75,6 @@ class LateNumber(numbers.Real):
 
     def backward(self, *_: object, **__: object) -> NoReturn:
         """Raise: see :func:`refuse_tensor_use`."""
-        refuse_tensor_use()
-
-    def __iter__(self) -> NoReturn:
-        """Raise: a ``GradScaler`` looks for tensors inside."""
         refuse_tensor_use()
 
     def __repr__(self) -> str:

@@ -213,17 +213,21 @@ def require_transport(device: torch.device, num_ranks: int, *, takes_device_tens
         device: of the model.
         num_ranks: of the job.
         takes_device_tensors: whether the transport does.
-        missing: why no other transport was chosen; empty if the user has chosen this one.
+        missing: what other transports need and there is not; empty for nothing.
 
     Raises:
         PlanError: they would.
     """
     if device.type != "cpu" and num_ranks > 1 and not takes_device_tensors:
+        remedy = (
+            "choose transport='process_group' (--transport process_group of the command), which takes those of devices"
+        )
+        if missing:
+            remedy = "install a build of torch with it on all hosts"
         raise PlanError(
             f"the model is on {device}, but the {num_ranks} processes of this job exchange tensors in host memory "
-            f"only{missing and f', as {missing}'}; choose transport='process_group' (--transport process_group of the "
-            "command), which takes those of devices, move the model with model.cpu(), or train all ranks in one "
-            "process, without a launcher"
+            f"only{missing and f', as {missing}'}; {remedy}, move the model with model.cpu(), or train all ranks in "
+            "one process, without a launcher"
         )
 
 

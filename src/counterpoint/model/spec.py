@@ -339,7 +339,7 @@ class ModelSpec:
 
     @property
     def module_starts(self) -> Mapping[str, int]:
-        """For each module with which a block begins the index of that block."""
+        """The index of the first block that begins with each module, by the path of the module."""
         starts: dict[str, int] = {}
         for index, block in enumerate(self.blocks):
             for name in (*block.layers[0].modules_started, block.layers[0].name):

@@ -31,7 +31,7 @@ def find_compiled(model: nn.Module) -> list[str]:
         >>> find_compiled(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
         []
     """
-    dynamo = sys.modules.get("torch._dynamo")  # which torch imports when something is compiled
+    dynamo = sys.modules.get("torch._dynamo")  # without it nothing is compiled
     wrapper = getattr(getattr(dynamo, "eval_frame", None), "OptimizedModule", ())
     return [
         path
@@ -53,7 +53,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
     """Run compiled modules of a model eagerly inside."""
-    if "torch._dynamo" not in sys.modules:  # which torch imports when something is compiled
+    if "torch._dynamo" not in sys.modules:  # without it nothing is compiled
         yield
         return
     with torch.compiler.set_stance("force_eager"):

@@ -153,7 +153,7 @@ def _more_microbatches(plans: Iterable[Plan], problem: PlanningProblem) -> Itera
 
 
 def _offloaded_state(plans: Sequence[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
-    """Yield the plan that fits with optimizer state in the memory of the host, or on disk, where the former is none."""
+    """Yield the plan that fits with optimizer state in the memory of an accelerator's host, else on disk."""
     has_host_memory = problem.cluster.device.roofline is not None  # of an accelerator; CPUs are measured
     places = {"host": "optimizer state in the memory of the host"} if has_host_memory else {}
     for place, change in {**places, "disk": "optimizer state on disk"}.items():

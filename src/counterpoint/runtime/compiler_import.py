@@ -20,13 +20,21 @@ class _NoCompiler(ModuleType):
         super().__init__(DYNAMO)
         self.excluded: list[Any] = []
 
-    def disable(self, function: Callable[..., Any], *_args: object, **_options: object) -> Callable[..., Any]:
-        """Return the function."""
+    def disable(self, function: Callable[..., Any] | None = None, *args: object, **options: object) -> Any:  # noqa: ANN401 - as torch's
+        """Return a function that torch itself excludes; the compiler does the rest, for a user."""
+        if function is None or options.get("wrapping", True):  # torch's wrappers give wrapping=False
+            return self.__getattr__("disable")(function, *args, **options)
         self.excluded.append(function)
         return function
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of a module
-        """Return an attribute of the compiler, which somebody uses after all."""
+        """Return an attribute of the compiler, which somebody uses after all.
+
+        Raises:
+            AttributeError: it is one that modules are only asked for, as by ``inspect``.
+        """
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
         if sys.modules.get(DYNAMO) is self:
             del sys.modules[DYNAMO]
         import torch._dynamo as dynamo

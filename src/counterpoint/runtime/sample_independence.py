@@ -133,7 +133,7 @@ def _find_dependence(
 def _find_dependence_on_number(
     model: nn.Module, inputs: Inputs, num_microbatches: int, *, cuts_lists: bool
 ) -> Dependence | None:
-    """Return how outputs change where samples are repeated to the number of the batch; None if they do not."""
+    """Return how outputs change where samples are repeated to as many as the batch has; None if they do not."""
     compare = partial(_compare_with_repeated, model, inputs, num_microbatches, cuts_lists=cuts_lists)
     with suppress(Exception), run_eagerly(model), preserve_state(model, training=False):  # which need not take them
         if (found := compare()) is not None:

@@ -231,7 +231,7 @@ class GradientUpdate(ABC):
         """
         try:
             norms, were_set = gather_norms(
-                self.fabric, self.optimizer, squared, has_set_weights=self.weight_changes.are_there()
+                self.fabric, self.optimizer, squared, has_set_weights=self.weight_changes.has_changes()
             )
             if were_set:
                 self.weight_changes.require_equal()

@@ -34,7 +34,7 @@ class WeightChanges:
         """Note that a weight was set which has its own memory again."""
         self.were_moved = True
 
-    def are_there(self) -> bool:
+    def has_changes(self) -> bool:
         """Return whether this rank has set weights since the last step."""
         return self.were_moved or self._read_versions() != self.seen
 

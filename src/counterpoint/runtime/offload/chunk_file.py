@@ -24,7 +24,7 @@ from ctypes import c_char
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,10 +35,13 @@ from counterpoint.terminal_text import warn
 BLOCK_BYTES = 4096
 """Direct reads and writes begin and end at multiples of it, in the file and in memory."""
 
-_REMEDIES = {
+Content: TypeAlias = Literal["the optimizer state", "the input of recomputed blocks"]
+"""What a file has."""
+INPUTS: Content = "the input of recomputed blocks"
+
+_REMEDIES: dict[Content, str] = {
     "the optimizer state": "shard the state over more ranks with zero(...)",
-    "the input of recomputed blocks": "offload less: smaller microbatches, or a pass recompute:PATTERN that matches "
-    "fewer blocks",
+    INPUTS: "offload less: smaller microbatches, or a pass recompute:PATTERN that matches fewer blocks",
 }
 """What to do about a disk that is full, by what is on it."""
 
@@ -113,7 +116,7 @@ class ChunkFile:
         folder: str | os.PathLike[str],
         rank: int,
         timeout_s: float,
-        content: str = "the optimizer state",
+        content: Content = "the optimizer state",
     ) -> None:
         self.folder, self.rank, self.timeout_s, self.content = Path(folder), rank, timeout_s, content
         self.checksums: dict[int, int] = {}  # of the chunks that were written
@@ -245,13 +248,16 @@ class ChunkFile:
             raise self.failure from None
 
     def require_intact(self) -> None:
-        """Raise if a chunk was lost, so that some weights are updated and others are not.
+        """Raise if a chunk was lost: of optimizer state, some of whose weights are updated, or of inputs of a step.
 
         Raises:
             OffloadError: one was.
         """
-        if self.failure is not None:
-            raise OffloadError(f"{self.content} was lost in an earlier step; resume from a checkpoint: {self.failure}")
+        if self.failure is None:
+            return
+        if self.content == INPUTS:  # of a step that has changed no weight
+            raise OffloadError(f"the file was closed by an error of an earlier step; build ranks again: {self.failure}")
+        raise OffloadError(f"{self.content} was lost in an earlier step; resume from a checkpoint: {self.failure}")
 
     def _read(self, span: Span, buffer: Tensor) -> None:
         view, done = _bytes_of(buffer), 0

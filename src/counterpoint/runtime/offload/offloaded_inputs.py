@@ -1,7 +1,8 @@
 """Inputs of blocks on disk between the forward that reads them and the recomputation.
 
 One input is written at a time, from a buffer of its own, while the next blocks run. Each has a place in the rank's file
-that another one takes after it was read; the file grows where no place is free, which ends with the first step::
+that another one takes after it was read. The file grows where no free place is large enough: in the first steps, and
+when a batch is larger than those before::
 
     computing   F1 | F2      | F3      |   ...   | B3     | R2 B2  | R1 B1
     writing        | x1      | x2      |
@@ -16,7 +17,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from counterpoint.runtime.offload.chunk_file import ChunkFile, Span, align, allocate_aligned
+from counterpoint.runtime.offload.chunk_file import INPUTS, ChunkFile, Span, align, allocate_aligned
 from counterpoint.runtime.offload.partitioned_values import ValuePart, split_value
 
 ValueKey: TypeAlias = tuple[int, int]
@@ -62,9 +63,9 @@ class OffloadedInputs:
     """
 
     def __init__(self, config: InputOffloadConfig, rank: int) -> None:
-        self.file = ChunkFile(config.folder, rank, config.timeout_s, content="the input of recomputed blocks")
+        self.file = ChunkFile(config.folder, rank, config.timeout_s, content=INPUTS)
         self.num_bytes = self.num_spans = 0  # of the file; nothing is written before the first step
-        self.free_spans: dict[int, list[Span]] = {}  # by size
+        self.free_spans: list[Span] = []
         self.on_disk: dict[ValueKey, InputOnDisk] = {}
         self.reading: dict[ValueKey, tuple[InputOnDisk, Tensor, Future[None]]] = {}
         self.writing: Future[None] | None = None
@@ -109,16 +110,24 @@ class OffloadedInputs:
             return None
         stored, buffer, job = self.reading.pop(key)
         self.file.wait(job, "reading the input of a block")
-        self.free_spans.setdefault(stored.span.num_bytes, []).append(stored.span)
+        self.free_spans.append(stored.span)
         return stored.value.view_value(buffer), stored.requires_grad
 
     def take_span(self, num_bytes: int) -> Span:
-        """Return a free place of this size; the file grows if there is none."""
-        free = self.free_spans.get(num_bytes)
-        if free:
-            return free.pop()
+        """Return the smallest free place that is large enough; the file grows if there is none.
+
+        New places have a power of two of bytes where inputs of another size came before, so that lengths that change
+        with every batch find a place.
+        """
+        large_enough = [span for span in self.free_spans if span.num_bytes >= num_bytes]
+        if large_enough:
+            span = min(large_enough, key=lambda one: one.num_bytes)
+            self.free_spans.remove(span)
+            return span
         if not self.num_spans:
             self.file.open(0)
+        if self.free_spans:  # of other sizes
+            num_bytes = 1 << (num_bytes - 1).bit_length()
         span = Span(self.num_spans, self.num_bytes, num_bytes)
         self.file.reserve(num_bytes, self.num_bytes)
         self.num_bytes, self.num_spans = self.num_bytes + num_bytes, self.num_spans + 1
@@ -136,7 +145,7 @@ class OffloadedInputs:
         if wait(jobs, self.file.timeout_s).not_done:
             self.file.wait(jobs[-1], "the last input of a step that has failed")
         for stored in [*self.on_disk.values(), *(one for one, _, _ in self.reading.values())]:
-            self.free_spans.setdefault(stored.span.num_bytes, []).append(stored.span)
+            self.free_spans.append(stored.span)
         self.writing = None
         self.on_disk.clear()
         self.reading.clear()

@@ -53,7 +53,7 @@ class ValuePart:
 
 
 def split_value(value: Tensor, index: int, num_parts: int) -> ValuePart | None:
-    """Return a copy of one of equal parts of a value.
+    """Return a copy of one of equal parts of a value; the only one has the value's memory.
 
     Args:
         value: detached.
@@ -66,6 +66,8 @@ def split_value(value: Tensor, index: int, num_parts: int) -> ValuePart | None:
     if not value.numel() or not _is_dense(value):
         return None
     data = value.as_strided((value.numel(),), (1,)).view(torch.uint8)
+    if num_parts == 1:
+        return ValuePart(data, 0, 1, tuple(value.shape), value.stride(), value.dtype)
     length = -(-len(data) // num_parts)
     own = data.new_zeros(length)
     found = data[index * length : (index + 1) * length]

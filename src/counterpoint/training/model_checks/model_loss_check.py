@@ -225,7 +225,7 @@ def _repeat(values: Any, count: int, times: int) -> Any:  # noqa: ANN401 - any n
 def _require_same_for_number(
     model: nn.Module, one: LossOfSamples, repeated: LossOfSamples | None, count: int, plan: str, *, is_sum: bool
 ) -> None:
-    """Check that the loss of samples is that of the same ones, repeated to the number of the batch.
+    """Check that the loss of samples is that of the same ones, repeated to as many as the batch has.
 
     Raises:
         DataError: it is not.
@@ -239,7 +239,7 @@ def _require_same_for_number(
     ):
         raise DataError(
             f"the loss that {type(model).__name__} computes from its samples is {one.mean:.6g} for {count} samples, "
-            f"but {repeated.mean:.6g} for the same ones, repeated to the number of the batch, where it should be "
+            f"but {repeated.mean:.6g} for the same ones, repeated to as many as the batch has, where it should be "
             f"{expected:.6g}, so it depends on the number of samples, and under {plan} the losses of microbatches do "
             "not add up to that of the batch; let no branch or factor of the forward depend on the number of samples, "
             "compute the loss in the loss function and pass loss_reduction='batch', or pass cross_sample='accept' if "

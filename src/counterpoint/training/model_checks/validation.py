@@ -108,8 +108,9 @@ def require_no_grad_scaler(*roots: object) -> None:
     scalers = [one for root in roots for one in find_reachable(root, lambda one: isinstance(one, torch.amp.GradScaler))]
     if any(isinstance(one, torch.amp.GradScaler) and one.is_enabled() for one in scalers):
         raise PlanError(
-            "the model or the loss uses a GradScaler, by whose scale gradients would not be divided, because the step "
-            "runs backward and the update itself; remove it, and pass loss_scale='dynamic' (part of precision='fp16')"
+            "the model or the loss has a GradScaler in an attribute, a closure or a global variable; if it scales the "
+            "loss, nothing divides the gradients by its scale, because the step runs backward and the update itself; "
+            "remove it, or create it with enabled=False, and pass loss_scale='dynamic' (part of precision='fp16')"
         )
 
 

@@ -70,6 +70,9 @@ from counterpoint.training.model_partition import (
 )
 from counterpoint.training.options import TrainingOptions, build_step_guard
 
+HOST_DEVICES = frozenset({"cpu", "meta"})
+"""Of parameters whose ranks compute on the host; models that no process can hold stay on the meta device."""
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledRun:
@@ -337,7 +340,7 @@ class RunCompiler:
                 "element on its own; use SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or "
                 "Rprop, or drop the pass"
             )
-        is_host = all(param.device.type == "cpu" for param in self.trained.parameters())
+        is_host = all(param.device.type in HOST_DEVICES for param in self.trained.parameters())
         folder = None if options.offload_folder is None else str(options.offload_folder)
         if compiled.plan.offloading.state == "host":
             if is_host:
@@ -368,7 +371,7 @@ class RunCompiler:
         if compiled.plan.offloading is None or compiled.plan.offloading.activations is None:
             return None
         what = f"the pass offload:activations={compiled.plan.offloading.activations}"
-        if any(param.device.type != "cpu" for param in self.trained.parameters()):
+        if any(param.device.type not in HOST_DEVICES for param in self.trained.parameters()):
             raise PlanError(
                 f"{what} is for ranks that compute on CPUs, but the model is on a device; drop the pass, or use "
                 "tensor(n) with the pass partition_activations"
