@@ -44,8 +44,8 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
     """Read or change parameters inside: at stages 0, 1 and 2 every rank has all of them.
 
     With ``modifier_rank`` all ranks enter it, and leave it with the values of that rank, as at stage 3 of DeepSpeed.
-    Without, what is changed inside is to be changed on all ranks: the next ``step()`` compares checksums of all weights,
-    also if nothing was changed.
+    Without, what is changed inside is to be changed on all ranks: the next ``step()`` compares checksums of all
+    weights, also if nothing was changed.
 
     Args:
         params: the parameters, or one.
