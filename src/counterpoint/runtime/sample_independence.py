@@ -155,7 +155,7 @@ def _compare_with_repeated(
     ):
         return None
     one, whole, again = (
-        _run_model(model, _repeat_samples(inputs, size, times, cuts_lists=cuts_lists))
+        _run_model(model, repeat_samples(inputs, size, times, cuts_lists=cuts_lists))
         for times in (1, num_microbatches, 1)
     )
     rounding = find_rounding(model)
@@ -181,7 +181,7 @@ def calls_the_same(model: nn.Module, inputs: Inputs, times: int, *, cuts_lists: 
     """
     with without_dynamo_import():  # which operations on the meta device would import
         on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
-        repeated = _repeat_samples(on_meta, num_samples(inputs), times, cuts_lists=cuts_lists)
+        repeated = repeat_samples(on_meta, num_samples(inputs), times, cuts_lists=cuts_lists)
         return _calls(model, on_meta) == _calls(model, repeated)
 
 
@@ -587,8 +587,15 @@ def _resize_batch(inputs: Inputs, start: int, stop: int, *, cuts_lists: bool) ->
     return tree_map(resize, inputs, is_leaf=has_plain_entries if cuts_lists else None)
 
 
-def _repeat_samples(inputs: Inputs, batch_size: int, times: int, *, cuts_lists: bool) -> Inputs:
-    """Return samples several times."""
+def repeat_samples(inputs: Inputs, batch_size: int, times: int, *, cuts_lists: bool) -> Inputs:
+    """Return samples several times.
+
+    Args:
+        inputs: any nest of samples and other values.
+        batch_size: the number of samples.
+        times: how often.
+        cuts_lists: whether lists have an entry for each sample.
+    """
 
     def repeat(leaf: Any) -> Any:  # noqa: ANN401 - of any type
         if cuts_lists and has_plain_entries(leaf) and len(leaf) == batch_size:

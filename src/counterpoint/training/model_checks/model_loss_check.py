@@ -27,7 +27,12 @@ from counterpoint.runtime.loss.loss_check import RELATIVE_TOLERANCES, LossOfPart
 from counterpoint.runtime.loss.loss_reduction import LossFunction, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.loss.new_values import NewValues
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource, slice_samples
-from counterpoint.runtime.sample_independence import calls_the_same, has_forward_hooks, training_without_draws
+from counterpoint.runtime.sample_independence import (
+    calls_the_same,
+    has_forward_hooks,
+    repeat_samples,
+    training_without_draws,
+)
 from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
 from counterpoint.terminal_text import warn
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
@@ -196,12 +201,12 @@ def _compute_repeated(
     compute: Callable[[Samples], LossOfSamples | None], model: nn.Module, samples: Samples, times: int
 ) -> LossOfSamples | None:
     """Return the loss of samples that are repeated; None if the model does the same for them, or is too large."""
-    inputs, targets = (_repeat(values, samples.num_samples, times) for values in samples[:2])
+    inputs, targets = (repeat_samples(values, samples.num_samples, times, cuts_lists=True) for values in samples[:2])
     num_elements = sum(leaf.numel() for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
     if times < 2 or has_forward_hooks(model) or num_elements > MAX_REPEATED_ELEMENTS:
         return None
     with suppress(Exception), run_eagerly(model):  # a model need not run on the meta device
-        if calls_the_same(model, as_call_args(samples.inputs), times):
+        if calls_the_same(model, as_call_args(samples.inputs), times, cuts_lists=True):
             return None
     with suppress(Exception):  # nor on more samples
         return compute(Samples(inputs, targets, samples.num_samples * times))
@@ -210,16 +215,6 @@ def _compute_repeated(
 
 MAX_REPEATED_ELEMENTS = 4_000_000
 """Of inputs and targets of a batch on which a model is run to find out what it does for as many samples."""
-
-
-def _repeat(values: Any, count: int, times: int) -> Any:  # noqa: ANN401 - any nest
-    """Return samples several times."""
-
-    def repeat(leaf: object) -> object:
-        is_samples = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count
-        return torch.cat([leaf] * times) if isinstance(leaf, Tensor) and is_samples else leaf
-
-    return tree_map(repeat, values)
 
 
 def _require_same_for_number(
