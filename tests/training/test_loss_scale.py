@@ -1,14 +1,11 @@
 """Loss scaling: the same bits with and without a scale under every plan; the scale of torch and of DeepSpeed."""
 
-import json
 import math
-import pickle
 import random
 import re
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +18,6 @@ from counterpoint.profiler.gradient_profile import profile_gradients
 from counterpoint.runtime.loss.loss_scale import MAX_SCALE, LossScaler
 from counterpoint.testing.device_survey import MODEL_PLANS, PLANS, SYSTEMS, batches, make_step
 from counterpoint.testing.parity_models import plan_for
-from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from tests.training.test_nonfinite_gradients import marked_data, planted, train as train_planted
 from tests.training.trainers import dataset, equal_bits, make_trainer, mlp, state_of
 
@@ -237,21 +233,10 @@ def test_a_grad_scaler_in_a_model_or_a_loss_is_refused(plan):
         assert step(torch.zeros(4, 4), torch.tensor([0, 1, 0, 1])) > 0
 
 
-@pytest.mark.parametrize("device", ["cpu", "stand-in"])
-def test_a_loop_that_keeps_its_grad_scaler_or_backward_is_told_what_to_remove(device):
-    options = {"device": StandInAccelerator()} if device == "stand-in" else {}
-    step, _ = make_step("mlp", "data(2)", options.pop("device", "cpu"))
-    scaler = torch.amp.GradScaler("cpu")
+def test_the_loss_of_a_step_on_the_host_is_a_float():
+    step, _ = make_step("mlp", "data(2)", "cpu")
     with step:
-        loss: Any = step(*next(batches("mlp")))
-        with pytest.raises(cp.DataError, match=r"a step returns its loss as a number: .*loss_scale='dynamic' \(pa"):
-            loss.backward()
-        with pytest.raises(ValueError, match="outputs must be a Tensor"):
-            scaler.scale(loss)
-        assert not np.iterable(loss)  # or plots and tables would take it for a list
-        assert type(pickle.loads(pickle.dumps(loss))) is float
-        assert loss.item() == float(loss)
-        assert json.loads(json.dumps({"loss": float(loss)})) == {"loss": loss}
+        assert type(step(*next(batches("mlp")))) is float  # torch.testing and YAML take no subclass
 
 
 def test_the_smallest_scale_is_an_error_that_names_the_step():

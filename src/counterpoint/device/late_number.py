@@ -1,48 +1,10 @@
-"""What a step returns: a number, or one that a device computes and the host waits for when it is read."""
+"""A number that a device computes, and the host waits for when it is read."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
-from typing import Any, NoReturn, final
-
-from counterpoint.errors import DataError
-
-
-def refuse_tensor_use() -> NoReturn:
-    """Raise the error of a loop that treats the loss of a step as a tensor.
-
-    Raises:
-        DataError: the loss is a number, and has no graph.
-    """
-    raise DataError(
-        "a step returns its loss as a number: it has run forward, backward and the update; remove backward() from the "
-        "loop, and a GradScaler's scale(), unscale_(), step() and update(), for which there is loss_scale='dynamic' "
-        "(part of precision='fp16')"
-    )
-
-
-@final
-class StepNumber(float):
-    """The loss of a step, a float; an error says so where a loop calls its backward.
-
-    Example:
-        >>> StepNumber(0.5) + 1, StepNumber(0.5).item(), [StepNumber(0.5)]
-        (1.5, 0.5, [0.5])
-    """
-
-    __slots__ = ()
-
-    def item(self) -> float:
-        """Return the value, as ``Tensor.item()``."""
-        return float(self)
-
-    def backward(self, *_: object, **__: object) -> NoReturn:
-        """Raise: see :func:`refuse_tensor_use`."""
-        refuse_tensor_use()
-
-    def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        return float, (float(self),)  # a copy in another process is a plain number
+from typing import Any, final
 
 
 @final
@@ -72,10 +34,6 @@ class LateNumber(numbers.Real):
     def item(self) -> float:
         """Return the value, as ``Tensor.item()``."""
         return float(self)
-
-    def backward(self, *_: object, **__: object) -> NoReturn:
-        """Raise: see :func:`refuse_tensor_use`."""
-        refuse_tensor_use()
 
     def __repr__(self) -> str:
         return repr(float(self))

@@ -14,7 +14,6 @@ from torch import Tensor, nn, optim
 
 from counterpoint.data.batch_form import as_inputs, split_targets
 from counterpoint.data.sampler import split_batch
-from counterpoint.device.late_number import LateNumber, StepNumber
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.fingerprint import format_ranks
 from counterpoint.launchers.environment import RankEnvironment, detect
@@ -274,8 +273,7 @@ class TrainStep:
         self.local_ranks.optimizer_spec.after_step(lambda: not result.skip_reason)
         self.result = result
         self.loss_parts = {name: part.mean for name, part in result.loss_parts.items()}
-        loss: Any = result.loss
-        return loss if isinstance(loss, LateNumber) else StepNumber(loss)  # type: ignore[return-value]  # as a float
+        return result.loss  # type: ignore[return-value]  # on a device a LateNumber, which is used as a float
 
     def step_with_rank_batch(self, batch_exchange: PerRankBatchExchange, batch: tuple[Any, Any]) -> float:
         """Train on the batches of all ranks, including this one's, and return their mean loss."""
