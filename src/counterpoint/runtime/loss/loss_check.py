@@ -788,7 +788,7 @@ class LossCheck:
         if error:
             raise DataError(
                 f"the gradients of the loss at {samples.what} are not those of its parts: for {few.num_samples} "
-                f"samples they differ by {error:.1e} of the largest value from what those of two halves add up to, "
+                f"samples they differ from the sum of the gradients of two halves by {error:.1e} of the largest value, "
                 "as where a value of all samples is left out of the graph by detach(), item() or "
                 f"torch.no_grad(); compute it from each sample alone; {self.remedy or OTHER_REMEDY}"
             )
