@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from unittest.mock import MagicMock, create_autospec
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def cuda(monkeypatch):
     for name, spec in specs.items():
         monkeypatch.setattr(torch.cuda, name, spec)
     specs["mem_get_info"].return_value = (1, 2)
-    monkeypatch.setattr(torch.cuda, "default_generators", [MagicMock(spec=torch.Generator)])
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator()])
     return specs
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from counterpoint.errors import DataError
 from counterpoint.runtime.kernels.compiled_linear import is_large_linear, linear_operators
 from counterpoint.runtime.kernels.function_mode import TorchFunction
+from counterpoint.runtime.kernels.graph_operators import define_operator
 from counterpoint.runtime.kernels.weight_grad import LINEAR_FNS
 from counterpoint.runtime.loss.loss_reduction import PARSERS
 from counterpoint.runtime.rng.random_functions import COMPOSITES, IMPLEMENTATIONS
@@ -44,8 +45,7 @@ class DrawOperators(NamedTuple):
 def draw_operators() -> DrawOperators:
     """Return the operators, which are registered with torch by the first call."""
 
-    @torch.library.custom_op("counterpoint::philox_select", mutates_args=())
-    def select(  # noqa: PLR0913 - an operator of torch has no objects
+    def draw_selection(  # noqa: PLR0913 - an operator of torch has no objects
         draws: Tensor,
         number: int,
         shape: Sequence[int],
@@ -56,20 +56,29 @@ def draw_operators() -> DrawOperators:
     ) -> Tensor:
         return read_draw(draws, number, shape).select(shape, p, value, dtype, device).contiguous()
 
-    @torch.library.custom_op("counterpoint::philox_words", mutates_args=())
-    def words(draws: Tensor, number: int, shape: Sequence[int], device: torch.device, per_entry: int) -> Tensor:
-        return read_draw(draws, number, shape).words(shape, device, per_entry).contiguous()
-
-    @select.register_fake
-    def _(draws, number, shape, p, value, dtype, device):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913
+    def allocate_selection(draws, number, shape, p, value, dtype, device):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, PLR0913
         return torch.empty(shape, dtype=dtype, device=device)
 
-    @words.register_fake
-    def _(draws, number, shape, device, per_entry):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def draw_words(draws: Tensor, number: int, shape: Sequence[int], device: torch.device, per_entry: int) -> Tensor:
+        return read_draw(draws, number, shape).words(shape, device, per_entry).contiguous()
+
+    def allocate_words(draws, number, shape, device, per_entry):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         size = (*shape, per_entry) if per_entry else tuple(shape)
         return torch.empty(size, dtype=torch.int64, device=device)
 
-    return DrawOperators(torch.ops.counterpoint.philox_select, torch.ops.counterpoint.philox_words)
+    return DrawOperators(
+        define_operator(
+            "philox_select(Tensor draws, int number, SymInt[] shape, float p, float value, ScalarType dtype, "
+            "Device device) -> Tensor",
+            draw_selection,
+            allocate_selection,
+        ),
+        define_operator(
+            "philox_words(Tensor draws, int number, SymInt[] shape, Device device, int per_entry) -> Tensor",
+            draw_words,
+            allocate_words,
+        ),
+    )
 
 
 def write_draws(draws: Sequence[Draw]) -> Tensor:

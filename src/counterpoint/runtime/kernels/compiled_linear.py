@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from counterpoint.errors import DataError
 from counterpoint.runtime.kernels.function_mode import TorchFunction
+from counterpoint.runtime.kernels.graph_operators import define_differentiable, define_operator
 from counterpoint.runtime.kernels.small_batch_linear import small_batch_linear
 from counterpoint.runtime.kernels.weight_grad import GradSink, write_weight_grad
 from counterpoint.runtime.params.flat_grads import is_large_matrix
@@ -93,42 +94,54 @@ def linear_operators() -> LinearOperators:
     """
     sinks: WeakValueDictionary[int, CompiledSinks] = WeakValueDictionary()
 
-    @torch.library.custom_op("counterpoint::linear", mutates_args=())
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, number: int) -> Tensor:
-        del handle, number
+    def compute_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return small_batch_linear(x, weight, bias).contiguous()
 
-    @torch.library.custom_op("counterpoint::submit_weight_grad", mutates_args=())
-    def submit(rows: Tensor, inputs: Tensor, weight: Tensor, handle: Tensor, number: int) -> Tensor:
+    def allocate_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        del bias
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    def submit_to_sink(rows: Tensor, inputs: Tensor, weight: Tensor, handle: Tensor, number: int) -> Tensor:
         del number
         sinks[int(handle)].submit(rows, inputs, weight)
         return torch.zeros_like(handle)
 
-    @linear.register_fake
-    def _(x, weight, bias, handle, number):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        del bias, handle, number
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-    @submit.register_fake
-    def _(rows, inputs, weight, handle, number):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def allocate_handle(rows: Tensor, inputs: Tensor, weight: Tensor, handle: Tensor, number: int) -> Tensor:
         del rows, inputs, weight, number
         return torch.empty_like(handle)
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
-        del output
-        x, weight, bias, handle, number = inputs
-        ctx.save_for_backward(x, weight, handle)
-        ctx.number, ctx.has_bias = number, bias is not None
+    product = define_operator(
+        "linear_product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", compute_product, allocate_product
+    )
+    submit = define_operator(
+        "submit_weight_grad(Tensor rows, Tensor inputs, Tensor weight, Tensor handle, int number) -> Tensor",
+        submit_to_sink,
+        allocate_handle,
+    )
 
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        x, weight, handle = ctx.saved_tensors
-        rows, inputs = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
-        to_input = grad_output @ weight if ctx.needs_input_grad[0] else None
-        to_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return to_input, None, to_bias, submit(rows, inputs, weight, handle, ctx.number), None
+    class LinearToSink(torch.autograd.Function):
+        """The layer and its gradients, of which the weight's goes to a sink."""
 
-    linear.register_autograd(backward, setup_context=save)
-    return LinearOperators(torch.ops.counterpoint.linear, sinks, count())
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, number: int) -> Tensor:  # noqa: ANN401
+            ctx.save_for_backward(x, weight, handle)
+            ctx.number, ctx.has_bias = number, bias is not None
+            output: Tensor = product(x, weight, bias)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+            (grad_output,) = grad_outputs
+            x, weight, handle = ctx.saved_tensors
+            rows, inputs = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
+            to_input = grad_output @ weight if ctx.needs_input_grad[0] else None
+            to_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+            return to_input, None, to_bias, submit(rows, inputs, weight, handle, ctx.number), None
+
+    linear = define_differentiable(
+        "linear_to_sink(Tensor x, Tensor weight, Tensor? bias, Tensor handle, int number) -> Tensor", LinearToSink.apply
+    )
+    return LinearOperators(linear, sinks, count())
 
 
 def is_large_linear(args: Sequence[Any]) -> bool:

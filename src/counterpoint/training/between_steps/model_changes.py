@@ -476,6 +476,8 @@ class BufferChanges:
         Raises:
             DataError: one was replaced by a tensor of another shape or dtype.
         """
+        if not self.slots.slots:
+            return  # the model had no buffers, and StructureCheck finds new ones
         with without_stale_reads(), torch.no_grad():
             self.slots.adopt()
             if not self.find_changes():
