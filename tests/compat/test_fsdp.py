@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from counterpoint.compat.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, plan_arguments
+from counterpoint.compat.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    plan_arguments,
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+)
 from counterpoint.errors import PlanError
 from tests.training.trainers import build_seeded, fit, max_difference
 
@@ -103,6 +110,59 @@ def test_modules_of_a_list_are_one_unit():
     model = build_seeded(Model)
     fully_shard([model.layers[1], model.layers[2]])
     assert plan_arguments(fully_shard(model), num_ranks=2)["strategy"] == "zero(2, level=3, split_points=layers.1)"
+
+
+SETTERS = {"forward": set_modules_to_forward_prefetch, "backward": set_modules_to_backward_prefetch}
+
+
+def prefetching(listed, *, direction="forward"):
+    """Return a model of which the layers of these numbers list layers of others."""
+    model = sharded()
+    for number, others in listed.items():
+        SETTERS[direction](model.layers[number], [model.layers[other] for other in others])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("direction", "listed", "prefetch"),
+    [
+        ("forward", {}, "prefetch"),
+        ("forward", {0: [1], 1: [2]}, "prefetch"),
+        ("forward", {0: [1, 2]}, "prefetch:2"),
+        ("forward", {0: [1, 2], 1: [2]}, "prefetch:2"),
+        ("backward", {2: [1, 0], 1: [0]}, "prefetch:2"),
+    ],
+)
+def test_the_number_of_modules_to_prefetch_becomes_the_depth(direction, listed, prefetch):
+    arguments = plan_arguments(prefetching(listed, direction=direction), num_ranks=2)
+    assert arguments["passes"] == ("overlap", prefetch)
+
+
+@pytest.mark.parametrize(
+    ("direction", "listed", "message"),
+    [
+        ("forward", {0: [2]}, r"got other modules for layers.0 than those that follow it.*; list layers.1 first"),
+        ("forward", {2: [0]}, r"got other modules for layers.2 .*; no module follows it, so do not call it"),
+        ("backward", {1: [2]}, r"set_modules_to_backward_prefetch.* for layers.1 .*; list layers.0 first"),
+        ("forward", {1: [2, 0]}, "got other modules for layers.1"),
+        ("forward", {0: [1]}, r"2 modules are to be prefetched in the forward of the model, and 1 in .* of layers.0"),
+        ("forward", {0: []}, "got no modules; list those to gather early, or do not call it"),
+    ],
+)
+def test_modules_that_no_depth_prefetches_are_refused(direction, listed, message):
+    def plan():
+        model = prefetching(listed, direction=direction)
+        set_modules_to_forward_prefetch(model, list(model.layers)[:2])
+        return plan_arguments(model, num_ranks=2)
+
+    with pytest.raises(PlanError, match=message):
+        plan()
+
+
+def test_modules_to_prefetch_are_those_that_fully_shard_was_called_on():
+    model = sharded()
+    with pytest.raises(PlanError, match=r"got a Linear on which fully_shard\(\) was not called"):
+        set_modules_to_forward_prefetch(model.layers[0], [model.head])
 
 
 @pytest.mark.parametrize("options", [{}, {"mesh": mesh(2, 2)}, {"reshard_after_forward": False}], ids=str)

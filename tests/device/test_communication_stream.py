@@ -73,7 +73,12 @@ def test_memory_of_a_failed_run_is_kept_until_its_collectives_have_ended(world):
 
 
 @pytest.mark.parametrize(
-    "plan", ["data(2, bucket=0, first_bucket=0) + overlap", "zero(2, level=3) + overlap + prefetch"]
+    "plan",
+    [
+        "data(2, bucket=0, first_bucket=0) + overlap",
+        "zero(2, level=3) + overlap + prefetch",
+        "zero(2, level=3) + overlap + prefetch:2",
+    ],
 )
 def test_a_step_computes_while_its_collectives_run(plan, monkeypatch):
     step, _ = make_step("mlp", plan, StandInAccelerator())

@@ -25,6 +25,7 @@ PLANS = (
     "zero(2, level=1)",
     "zero(2, level=2)",
     "zero(2, level=3) + overlap + prefetch",
+    "zero(2, level=3) + overlap + prefetch:2",
     "pipeline(2)",
     "pipeline(2, schedule=interleaved, chunks_per_stage=2)",
     "pipeline(2, schedule=zero_bubble)",

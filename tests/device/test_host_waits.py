@@ -41,6 +41,7 @@ def count_waits(name, plan, **options):
         ("mlp", "zero(2, level=1)"),
         ("mlp", "zero(2, level=2)"),
         ("mlp", "zero(2, level=3)"),
+        ("gpt", "zero(2, level=3) + overlap + prefetch:2"),
         ("mlp", "pipeline(2) + recompute"),
         ("mlp", "pipeline(2, schedule=interleaved, chunks_per_stage=2)"),
         ("mlp", "pipeline(2, schedule=zero_bubble)"),

@@ -18,7 +18,9 @@ PLANS = (
 PASSES = {
     "overlap": ("overlap",),
     "prefetch": ("overlap", "prefetch"),
+    "prefetch 2": ("overlap", "prefetch:2"),
     "recompute": ("overlap", "prefetch", "recompute"),
+    "recompute 3": ("overlap", "prefetch:3", "recompute"),
 }
 OPTIONS = {"epochs": 2, "data": dataset(32), "batch_size": 16, "fit_options": {"eval_dataset": dataset(8)}}
 
@@ -28,7 +30,7 @@ def one_device():
     return fit("solo", **OPTIONS)
 
 
-@pytest.mark.long(quick=["pipeline(2) * zero(2, level=3)-2-recompute"])
+@pytest.mark.long(quick=["pipeline(2) * zero(2, level=3)-2-recompute", "pipeline(2) * zero(2, level=3)-1-prefetch 2"])
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)

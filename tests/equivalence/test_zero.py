@@ -107,7 +107,7 @@ LAYOUTS = {
     "thirds": "zero(3, {})",
 }
 """The second and the third shard among neighbours, or across; shards of three ranks are not equally long."""
-PASSES = {"": (), "prefetch": ("overlap", "prefetch")}
+PASSES = {"": (), "prefetch": ("overlap", "prefetch"), "prefetch 2": ("overlap", "prefetch:2")}
 PLACES = ("memory", "disk", "host")
 
 
@@ -179,12 +179,13 @@ QUICK = [
     "mlp-1-zero-blocking-disk", "mlp-3 kept-inside-prefetch-memory", "lora-3 whole-zero-prefetch-disk",
     "experts-2-zero-blocking-memory", "experts-3 kept whole-outside-prefetch-memory",
     "untraceable-3-inside-prefetch-memory", "gpt-3 kept whole-zero-prefetch-host", "lengths-3-zero-prefetch-memory",
-    "cnn-3-inside-blocking-disk",
+    "cnn-3-inside-blocking-disk", "gpt-3-zero-prefetch 2-memory", "experts-3 whole-outside-prefetch 2-memory",
 ]  # fmt: skip
 PROCESSES = {
     2: [("1", "zero", "", "disk"), ("2", "zero", "", "memory"), ("3", "zero", "prefetch", "disk"),
         ("3 kept whole", "zero", "prefetch", "memory")],
-    3: [("2", "thirds", "", "memory"), ("3 whole", "thirds", "prefetch", "memory")],
+    3: [("2", "thirds", "", "memory"), ("3 whole", "thirds", "prefetch", "memory"),
+        ("3", "thirds", "prefetch 2", "memory")],
     4: [("1", "inside", "", "memory"), ("3 kept", "inside", "prefetch", "memory"), ("2", "outside", "", "memory"),
         ("3 whole", "outside", "prefetch", "memory")],
 }  # fmt: skip

@@ -37,6 +37,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3_2_overlap": ("zero3(2)", EARLY),
     "zero3_2_reshard_off": ("zero3(2, reshard_after_forward=off)", {"m": 2}),
     "zero3_2_prefetch": ("zero3(2)", {"m": 2, "blocks": 3, "passes": ("overlap", "prefetch")}),
+    "zero3_2_prefetch_depth_2": ("zero3(2)", {"m": 2, "blocks": 5, "passes": ("overlap", "prefetch:2")}),
     "zero2_2_offload": ("zero2(2)", {"passes": ("overlap", "offload:state=disk")}),
     "pipeline_2_offload_activations": (
         "pipeline(2)",

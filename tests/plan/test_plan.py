@@ -193,6 +193,15 @@ def test_a_plan_knows_its_ranks_and_its_mesh():
             lambda: Plan(passes=("fuse",)),
             "there is no pass 'fuse'; the passes are overlap, recompute, partition_activations, gather_outputs, prefetch, offload",
         ),
+        (
+            lambda: Plan(passes=("prefetch:-1",)),
+            "the pass 'prefetch:-1' does not say how many computations before their use gathers start; write prefetch "
+            "for one, prefetch:2 for two, or prefetch:0, which is as without it",
+        ),
+        (
+            lambda: Plan(passes=("prefetch", "prefetch:2")),
+            "the passes prefetch and prefetch:2 both say how early gathers start; drop one of the two",
+        ),
         (lambda: Plan((Data(0),)), "data(0) has 0 ranks; give 1 or more"),
         (lambda: Plan((Zero(-1),)), "zero(-1, level=1) has -1 ranks; give 1 or more"),
     ],
@@ -201,6 +210,21 @@ def test_a_plan_made_of_values_is_checked_like_one_made_of_text(make, error_text
     with pytest.raises(PlanError) as caught:
         make()
     assert str(caught.value) == error_text
+
+
+@pytest.mark.parametrize(
+    ("passes", "depth"),
+    [((), 0), (("overlap",), 0), (("prefetch:0",), 0), (("overlap", "prefetch"), 1), (("prefetch:12", "overlap"), 12)],
+)
+def test_a_plan_knows_how_early_gathers_start(passes, depth):
+    plan = Plan((Zero(2, level=3),), passes=passes)
+    assert plan.prefetch_depth == Plan.from_yaml(plan.to_yaml()).prefetch_depth == depth
+
+
+@pytest.mark.parametrize("depth", ["", "two", "1.5", "1_0", "²", "1" * 5000, " 1"])
+def test_a_depth_that_is_no_whole_number_is_refused(depth):
+    with pytest.raises(PlanError, match="does not say how many computations before their use gathers start"):
+        Plan(passes=(f"prefetch:{depth}",))
 
 
 @pytest.mark.parametrize(

@@ -309,13 +309,13 @@ def train_several(strategy):
 
 
 def train_prefetched(plans, transport):
-    """The losses of each plan with the pass ``prefetch``, after those without it."""
+    """The losses of each plan with the pass ``prefetch`` of two depths, after those without it."""
     environment = detect()
     assert environment is not None, "a launcher has started the ranks"
     return [
         train_with_passes(plan_of(*plan), passes, replace(environment, transport=transport))
         for plan in plans
-        for passes in (("overlap",), ("overlap", "prefetch"))
+        for passes in (("overlap",), ("overlap", "prefetch"), ("overlap", "prefetch:2"))
     ]
 
 

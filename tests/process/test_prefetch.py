@@ -16,4 +16,4 @@ def test_losses_are_those_of_one_device(transport):
     alone = train_with_passes(plan_of("solo", 1), (), None)
     for losses in run_forked(ranks.train_prefetched, ranks=2, args=[PLANS, transport]):
         assert isinstance(losses, list), losses
-        assert losses == [pytest.approx(alone, rel=1e-12)] * 4
+        assert losses == [pytest.approx(alone, rel=1e-12)] * 6

@@ -32,6 +32,16 @@ def test_level_3_has_the_weights_of_one_block_at_a_time_and_none_in_between(num_
     assert [sizes[-1] for sizes in observed.values()] == [0, 0]
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_prefetched_weights_are_those_of_at_most_depth_blocks_beside_the_one_that_computes(depth, num_microbatches):
+    passes = ("overlap", f"prefetch:{depth}")
+    with build_local_ranks("zero(2, level=3)", num_microbatches=num_microbatches, passes=passes) as local_ranks:
+        observed = observe_calls(local_ranks, weight_bytes)
+    assert [max(sizes) for sizes in observed.values()] == [(depth + 1) * LAYER_BYTES] * 2
+    assert [sizes[-1] for sizes in observed.values()] == [0, 0]
+
+
 def test_level_3_keeps_a_shard_of_the_weights_of_every_block():
     with build_local_ranks("zero(2, level=3)") as local_ranks:
         kept = [

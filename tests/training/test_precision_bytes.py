@@ -153,6 +153,15 @@ def test_ranks_that_reduce_during_the_backward_hold_the_bytes_that_are_predicted
     assert held == [pytest.approx(size, rel=0.02) for size in predicted]
 
 
+@pytest.mark.long(quick=["2-2"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_ranks_that_prefetch_hold_the_bytes_that_are_predicted(depth, num_microbatches):
+    passes = ("overlap", f"prefetch:{depth}")
+    held, predicted = hold("zero(2, level=3)", None, num_microbatches=num_microbatches, passes=passes)
+    assert held == [pytest.approx(size, rel=0.02) for size in predicted]
+
+
 @pytest.mark.parametrize("plan", ["solo", "zero(2, level=1)"])
 def test_bf16_weights_that_are_rounded_stochastically_have_states_in_float32(plan, monkeypatch):
     options = {"precision": "bf16(rounding=stochastic)", "share_params_on_host": False}

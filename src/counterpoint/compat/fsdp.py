@@ -16,9 +16,10 @@ Source: ``torch.distributed.fsdp.fully_shard`` of torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from itertools import zip_longest
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +33,9 @@ from counterpoint.strategies.zero import Zero
 
 NOTE = "fully_shard_options"
 """The attribute of a module that has what :func:`fully_shard` was called with."""
+PREFETCH_NOTE = "fully_shard_prefetch"
+"""The attribute of a module that has, by direction, the modules that are to be gathered while it computes."""
+Direction: TypeAlias = Literal["forward", "backward"]
 ModuleOrList = TypeVar("ModuleOrList", bound=nn.Module | Sequence[nn.Module])
 
 
@@ -145,6 +149,44 @@ def fully_shard(
     return module
 
 
+def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Note which modules are to be gathered during the forward of this one: with k of them, the pass ``prefetch:k``.
+
+    Args:
+        module: that :func:`fully_shard` was called on.
+        modules: the modules that follow it, the next one first. All modules list as many, but for those at the end.
+
+    Raises:
+        PlanError: :func:`fully_shard` was not called on one of them, or there are none.
+
+    Example:
+        >>> model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(4)))
+        >>> for index in range(2):
+        ...     set_modules_to_forward_prefetch(model[index], [model[index + 1], model[index + 2]])
+        >>> plan_arguments(fully_shard(model), num_ranks=2)["passes"]
+        ('overlap', 'prefetch:2')
+
+    Source:
+        ``FSDPModule.set_modules_to_forward_prefetch`` of torch 2.13.
+    """
+    _note_prefetch("forward", module, modules)
+
+
+def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Note which modules are to be gathered during the backward of this one: those before it, the last one first.
+
+    A plan has one depth for both directions.
+
+    Args:
+        module: as for :func:`set_modules_to_forward_prefetch`.
+        modules: as there, in the order of the backward.
+
+    Raises:
+        PlanError: as there.
+    """
+    _note_prefetch("backward", module, modules)
+
+
 def plan_arguments(model: nn.Module, *, num_ranks: int | None = None) -> dict[str, Any]:
     """Return the arguments of ``parallelize`` or ``Trainer`` for a model on which :func:`fully_shard` was called.
 
@@ -156,8 +198,8 @@ def plan_arguments(model: nn.Module, *, num_ranks: int | None = None) -> dict[st
         ``strategy`` and ``passes``, and ``precision`` if the policy casts. Each of them may be replaced.
 
     Raises:
-        PlanError: parameters are in no module that was given; modules differ in what a plan has once; or the number of
-            ranks is unknown, or is not that of the mesh.
+        PlanError: parameters are in no module that was given; modules differ in what a plan has once; modules are to be
+            prefetched that do not come next; or the number of ranks is unknown, or is not that of the mesh.
 
     Example:
         >>> model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -187,8 +229,63 @@ def plan_arguments(model: nn.Module, *, num_ranks: int | None = None) -> dict[st
     )
     strategy = f"{zero} * {Data(num_replicas)}" if num_replicas > 1 else str(zero)
     offload = ("offload:state=host",) if first.offloads_state else ()  # on CPUs a warning says that it changes nothing
-    arguments: dict[str, Any] = {"strategy": strategy, "passes": ("overlap", "prefetch", *offload)}
+    passes = ("overlap", _find_prefetch(model, notes), *offload)
+    arguments: dict[str, Any] = {"strategy": strategy, "passes": passes}
     return arguments if first.precision is None else {**arguments, "precision": str(first.precision)}
+
+
+def _note_prefetch(direction: Direction, module: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Note the modules that one lists.
+
+    Raises:
+        PlanError: there are none, or ``fully_shard`` was not called on one of them.
+    """
+    name = f"set_modules_to_{direction}_prefetch()"
+    if not modules:
+        raise PlanError(f"{name} got no modules; list those to gather early, or do not call it")
+    for one in (module, *modules):
+        if NOTE not in vars(one):
+            raise PlanError(f"{name} got a {type(one).__name__} on which fully_shard() was not called; call it before")
+    setattr(module, PREFETCH_NOTE, {**vars(module).get(PREFETCH_NOTE, {}), direction: tuple(modules)})
+
+
+def _find_prefetch(model: nn.Module, notes: Mapping[str, ShardingOptions]) -> str:
+    """Return the pass that gathers as many modules early as were listed; one by default.
+
+    Raises:
+        PlanError: other modules were listed than those that come next, or not as many by each module.
+    """
+    units = [path for path, note in notes.items() if path and not note.joins_previous]
+    listed = [*_listed_modules(model, "forward", ["", *units]), *_listed_modules(model, "backward", units[::-1])]
+    place, depth, _ = max(listed, key=lambda one: one[1], default=("", 1, 0))
+    for other, count, num_following in listed:
+        if count != min(depth, num_following):
+            raise PlanError(
+                f"{depth} modules are to be prefetched in {place}, and {count} in {other}; a plan has one number for "
+                "all modules and both directions, so list as many for each"
+            )
+    return "prefetch" if depth == 1 else f"prefetch:{depth}"
+
+
+def _listed_modules(model: nn.Module, direction: Direction, order: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield where modules were listed, how many, and how many follow in this order.
+
+    Raises:
+        PlanError: they are not those that follow.
+    """
+    for index, path in enumerate(order):
+        following = order[index + 1 :]
+        listed = vars(model.get_submodule(path)).get(PREFETCH_NOTE, {}).get(direction, ())
+        if any(
+            one is not other for one, other in zip_longest(listed, map(model.get_submodule, following[: len(listed)]))
+        ):
+            names = f"list {following[0]} first" if following else "no module follows it, so do not call it"
+            raise PlanError(
+                f"set_modules_to_{direction}_prefetch() got other modules for {path or 'the model'} than those that "
+                f"follow it, in the order in which the plan gathers them; {names}"
+            )
+        if listed:
+            yield f"the {direction} of {path or 'the model'}", len(listed), len(following)
 
 
 def _require_no_others(others: Mapping[str, object]) -> None:

@@ -16,7 +16,7 @@ from counterpoint.compiler.prefetch import prefetch
 from counterpoint.compiler.recompute import recompute
 from counterpoint.errors import ProgramError
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan.plan import PREFETCH_PASS, Plan
+from counterpoint.plan.plan import Plan
 from counterpoint.plan.source import plan_error_at
 from counterpoint.program.comm_volume import SizeFn, sent_bytes
 from counterpoint.program.edges import edge_endpoints
@@ -158,8 +158,8 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         with plan_error_at(plan.source, "passes"):
             program = partition_activations(program, refined, plan)
         cost = add_counted_bytes(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
-    if PREFETCH_PASS in plan.passes:
-        before, program = program, prefetch(program)
+    if plan.prefetch_depth:
+        before, program = program, prefetch(program, plan.prefetch_depth)
         cost = add_counted_bytes(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
     if plan.offloading is not None:
         with plan_error_at(plan.source, "passes"):

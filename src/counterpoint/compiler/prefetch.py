@@ -1,4 +1,4 @@
-"""The prefetch pass: gather weights one computation before they are needed, and await reductions one after."""
+"""The prefetch pass: gather weights some computations before they are needed, and await reductions one after."""
 
 from __future__ import annotations
 
@@ -22,65 +22,83 @@ from counterpoint.program.program import Instructions, Program
 from counterpoint.program.rewrite import map_parts
 
 _COMPUTATIONS = (Forward, Recompute, Backward)
+_PASSED = (Free, Collective, Send, Recv)
+"""What gathers of other weights may start before, beside computations."""
 _BLOCKING_GATHER = ("all_gather", "weight", "")
 
 
-def prefetch(program: Program) -> Program:
+def prefetch(program: Program, depth: int = 1) -> Program:
     """Let gathers of weights and reductions of gradients run during computations.
 
     Three changes, none of which can change results:
 
-    1. Weights that would be freed and gathered again without a computation in between are not freed.
-    2. Other gathers start before the computation that precedes their use, but not before an update, nor before the same
-       weights are freed.
+    1. Weights that would be freed and gathered again with at most ``depth`` computations in between are not freed.
+    2. Other gathers start ``depth`` computations before their use, or as many as there are since the last update and
+       since the same weights were freed. Computations are forwards, recomputations and backwards of one block.
     3. The wait for a gradient that is reduce-scattered and then freed comes after the next backward.
 
     ::
 
         before   gather(w0) F0 free(w0) gather(w1) F1 free(w1) gather(w1) B1 start(g1) wait(g1) free(g1) free(w1)
                  gather(w0) B0 ...
-        after    gather(w0) start(w1) F0 free(w0) wait(w1) F1 start(w0) B1 start(g1) free(w1) wait(w0) B0 start(g0)
+        depth 1  gather(w0) start(w1) F0 free(w0) wait(w1) F1 start(w0) B1 start(g1) free(w1) wait(w0) B0 start(g0)
                  wait(g1) free(g1) ...
+        depth 2  gather(w0) start(w1) F0 wait(w1) F1 B1 start(g1) free(w1) B0 start(g0) wait(g1) free(g1) ...
+
+    Args:
+        program: of all ranks.
+        depth: of the gathers, 0 or more; with 0 nothing is changed.
 
     Cost:
-        the weights of two blocks at a time, and the whole gradients of two.
+        the weights of ``depth + 1`` blocks at a time, and the whole gradients of two.
 
     Source:
-        forward and backward prefetch of Zhao et al., PyTorch FSDP, VLDB 2023, section 3.3.
+        forward and backward prefetch of Zhao et al., PyTorch FSDP, VLDB 2023, section 3.3; several modules ahead as
+        ``set_modules_to_forward_prefetch`` of torch's ``fully_shard``.
     """
+    if depth == 0:
+        return program
     return replace(
         program,
-        rank_programs=tuple(map_parts(rank_program, _prefetch_instructions) for rank_program in program.rank_programs),
+        rank_programs=tuple(
+            map_parts(rank_program, lambda part: _prefetch_instructions(part, depth))
+            for rank_program in program.rank_programs
+        ),
     )
 
 
-def _prefetch_instructions(instructions: Instructions) -> list[Instruction]:
-    started = _start_gathers_early(_keep_what_is_needed_next(instructions))
+def _prefetch_instructions(instructions: Instructions, depth: int) -> list[Instruction]:
+    started = _start_gathers_early(_keep_what_is_needed_soon(instructions, depth), depth)
     return list(_await_reductions_late(_split_reductions(started)))
 
 
-def _keep_what_is_needed_next(instructions: Instructions) -> list[Instruction]:
-    """Return the instructions without weights that are freed, and gathered again before the next computation."""
+def _keep_what_is_needed_soon(instructions: Instructions, depth: int) -> list[Instruction]:
+    """Return the instructions without frees of weights whose next gather would start at once, and without it."""
     result: list[Instruction | None] = []
-    freed: dict[TensorRef, int] = {}  # where, since the last computation
+    freed: dict[TensorRef, tuple[int, int]] = {}  # where, and after how many computations
+    num_computations = 0
     for instruction in instructions:
         if _is_blocking_gather(instruction) and instruction.tensor in freed:
-            result[freed.pop(instruction.tensor)] = None
-            continue
+            place, num_before = freed.pop(instruction.tensor)
+            if num_computations - num_before <= depth:
+                result[place] = None
+                continue
         if isinstance(instruction, Free) and instruction.tensor.name == "weight":
-            freed[instruction.tensor] = len(result)
-        elif not isinstance(instruction, Free | Collective | Send | Recv):
+            freed[instruction.tensor] = len(result), num_computations
+        elif isinstance(instruction, _COMPUTATIONS):
+            num_computations += 1
+        elif not isinstance(instruction, _PASSED):
             freed.clear()
         result.append(instruction)
     return [instruction for instruction in result if instruction is not None]
 
 
-def _start_gathers_early(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Split gathers of weights into a start before the previous computation, and a wait; the first one stays whole."""
+def _start_gathers_early(instructions: Sequence[Instruction], depth: int) -> list[Instruction]:
+    """Split gathers of weights into a start before earlier computations, and a wait; the first one stays whole."""
     result: list[Instruction] = []
     for instruction in instructions:
         if _is_blocking_gather(instruction):
-            place = _previous_computation(result, instruction.tensor)
+            place = _find_start(result, instruction.tensor, depth)
             if place is not None:
                 result.insert(place, replace(instruction, phase="start"))
                 result.append(replace(instruction, phase="wait"))
@@ -89,16 +107,18 @@ def _start_gathers_early(instructions: Sequence[Instruction]) -> list[Instructio
     return result
 
 
-def _previous_computation(instructions: Sequence[Instruction], weight: TensorRef) -> int | None:
-    """Return the index of the last computation, if weights can be gathered before it; else None."""
+def _find_start(instructions: Sequence[Instruction], weight: TensorRef, depth: int) -> int | None:
+    """Return the index of the earliest of the last computations before which weights can be gathered; else None."""
+    place, num_computations = None, 0
     for index in range(len(instructions) - 1, -1, -1):
         instruction = instructions[index]
         if isinstance(instruction, _COMPUTATIONS):
-            return index
-        is_same = isinstance(instruction, Free | Collective | Send | Recv) and instruction.tensor == weight
-        if is_same or not isinstance(instruction, Free | Collective | Send | Recv):
-            return None
-    return None
+            place, num_computations = index, num_computations + 1
+            if num_computations == depth:
+                break
+        elif not isinstance(instruction, _PASSED) or instruction.tensor == weight:
+            break
+    return place
 
 
 def _split_reductions(instructions: list[Instruction]) -> Iterator[Instruction]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -34,7 +35,7 @@ from counterpoint.world.mesh import Axis, Mesh
 
 PREFETCH_PASS = "prefetch"
 KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, PARTITION_PASS, GATHER_OUTPUTS_PASS, PREFETCH_PASS, OFFLOAD_PASS)
-PASSES_WITH_SELECTORS = (RECOMPUTE_PASS, OFFLOAD_PASS)
+PASSES_WITH_SELECTORS = (RECOMPUTE_PASS, PREFETCH_PASS, OFFLOAD_PASS)
 """Passes after whose name a colon and more may follow."""
 DEFAULT_PASSES = ("overlap",)
 """The passes of a plan that is given as text without any."""
@@ -65,8 +66,9 @@ class Plan:
             module paths, ``recompute:50%`` half of them. ``partition_activations`` keeps ``1/n`` of the inputs that
             they are recomputed from on each rank of ``tensor(n)``. ``gather_outputs`` evaluates the loss once, on the
             outputs of the whole batch. ``prefetch`` lets the gathers and reductions of ``zero(n, level=3)`` run during
-            computations. ``offload:state=disk`` keeps the optimizer state on disk between updates, and
-            ``offload:activations=disk`` the inputs that blocks are recomputed from until then.
+            computations, and starts gathers one computation before they are needed; ``prefetch:2`` two before.
+            ``offload:state=disk`` keeps the optimizer state on disk between updates, and ``offload:activations=disk``
+            the inputs that blocks are recomputed from until then.
         precision: what the model computes in; None for the dtype of its parameters.
         compile: how ``torch.compile`` compiles what ranks run of the model; None to run it eagerly.
         source: the plan file and its lines, for errors; not compared.
@@ -106,6 +108,7 @@ class Plan:
             if first not in KNOWN_PASSES or (":" in name and first not in PASSES_WITH_SELECTORS):
                 raise PlanError(f"there is no pass {shorten(repr(name))}; the passes are {', '.join(KNOWN_PASSES)}")
         self._require_one_recomputation()
+        self._require_one_prefetch()
         self._require_one_offloading()
 
     def _require_one_pipeline(self) -> None:
@@ -154,6 +157,18 @@ class Plan:
             requests = [f"recompute={one.recompute} of {one}" for one in pipelines]
             requests += [f"the pass {name}" for name in passes]
             raise PlanError(f"{' and '.join(requests)} both say what is recomputed; drop one of the two")
+
+    def _require_one_prefetch(self) -> None:
+        passes = [name for name in self.passes if name.partition(":")[0] == PREFETCH_PASS]
+        if len(passes) > 1:
+            raise PlanError(f"the passes {' and '.join(passes)} both say how early gathers start; drop one of the two")
+        for name in passes:
+            _, colon, depth = name.partition(":")
+            if colon and not re.fullmatch(r"[0-9]{1,6}", depth):
+                raise PlanError(
+                    f"the pass {shorten(repr(name))} does not say how many computations before their use gathers "
+                    "start; write prefetch for one, prefetch:2 for two, or prefetch:0, which is as without it"
+                )
 
     def _require_one_offloading(self) -> None:
         offloading = self.offloading
@@ -214,6 +229,12 @@ class Plan:
                 return Recomputation.from_pass(name)
         modes = (Recomputation.from_mode(one.recompute) for one in self.strategies if isinstance(one, Pipeline))
         return next((mode for mode in modes if mode is not None), None)
+
+    @property
+    def prefetch_depth(self) -> int:
+        """How many computations before their use gathers of sharded weights start; 0 without the pass ``prefetch``."""
+        names = (name.partition(":") for name in self.passes)
+        return next((int(depth or 1) for name, _, depth in names if name == PREFETCH_PASS), 0)
 
     @property
     def offloading(self) -> Offloading | None:

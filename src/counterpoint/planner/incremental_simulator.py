@@ -25,7 +25,7 @@ from counterpoint.errors import PlanError
 from counterpoint.model.compilation import Compilation
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan.plan import PREFETCH_PASS, Plan
+from counterpoint.plan.plan import Plan
 from counterpoint.planner.plan_simulation import StepSummary, has_divisible_backward, summarize_step
 from counterpoint.planner.prepare import balance_by_speed, fit_profile, model_for, with_explicit_partition
 from counterpoint.planner.program_cache import CachedRankProgram, PlanModelCache
@@ -249,7 +249,7 @@ class PlanParts:
             all(isinstance(strategy, Data | Zero) for strategy in outer) and len(plan.sync_schedule.step_fractions) == 1
         )
         is_async = pipeline is not None and pipeline.is_async
-        has_moves = not {PREFETCH_PASS, PARTITION_PASS}.isdisjoint(plan.passes) or plan.offloading is not None
+        has_moves = PARTITION_PASS in plan.passes or plan.prefetch_depth > 0 or plan.offloading is not None
         is_plain = not plan.sync_schedule.staleness and not has_moves
         is_supported = has_known_outer and not is_async and is_plain
         return PlanParts(tensor, pipeline, tuple(outer)) if is_supported else None

@@ -8,7 +8,8 @@
               reduce_scatter(grad) and free it | update own shard
 
 Units of at most ``persistence_threshold`` elements are treated at level 3 as at level 2: their weights stay whole. The
-gathers before computations are awaited; the pass ``prefetch`` starts them during the computation before.
+gathers before computations are awaited; the pass ``prefetch`` starts them during the computation before, ``prefetch:2``
+two before.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ PLANS = (
     "zero(2, level=2)",
     "zero(2, level=3)",
     "zero(2, level=3) + overlap + prefetch",
+    "zero(2, level=3) + overlap + prefetch:2",
     "tree(2)",
     "pipeline(2, schedule=gpipe)",
     "pipeline(2)",

@@ -53,8 +53,9 @@ def test_random_changes_equal_full_simulations(name, cluster, passes):
     assert len(compared(space, cluster, seed=5, count=12)) == 2
 
 
-def test_prefetched_gathers_are_simulated_in_full():
-    plan, model = replace(Plan.parse("zero(4, level=3)"), passes=("overlap", "prefetch")), MODELS["layers"]
+@pytest.mark.parametrize("prefetch", ["prefetch", "prefetch:2"])
+def test_prefetched_gathers_are_simulated_in_full(prefetch):
+    plan, model = replace(Plan.parse("zero(4, level=3)"), passes=("overlap", prefetch)), MODELS["layers"]
     result = IncrementalSimulator(model, (HOSTS,), 48).summary(plan)
     assert result == summarize_step(plan, model, HOSTS, batch_size=48)
     assert result != summarize_step(replace(plan, passes=("overlap",)), model, HOSTS, batch_size=48)

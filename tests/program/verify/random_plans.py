@@ -164,8 +164,9 @@ def outermost_replicas(inner):
 def passes_for(strategies):
     """What is said once to be recomputed is not said twice."""
     if any(isinstance(strategy, Pipeline) and strategy.recompute != "never" for strategy in strategies):
-        return st.sampled_from([(), ("overlap",), ("overlap", "prefetch")])
-    return st.sampled_from([(), ("overlap",), ("recompute",), ("overlap", "recompute:50%", "prefetch")])
+        return st.sampled_from([(), ("overlap",), ("overlap", "prefetch"), ("prefetch:2",)])
+    prefetching = [("overlap", "recompute:50%", prefetch) for prefetch in ("prefetch", "prefetch:3")]
+    return st.sampled_from([(), ("overlap",), ("recompute",), *prefetching])
 
 
 def uses_tensor_parallel(strategies):

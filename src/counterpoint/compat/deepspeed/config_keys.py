@@ -171,7 +171,8 @@ ZERO_KEYS = (
         "zero_optimization.stage3_prefetch_bucket_size",
         "int or auto",
         50_000_000,
-        "the pass prefetch at stage 3; 0 for none",
+        "the pass prefetch at stage 3, one block early; 0 for none. How many blocks have so many elements depends on "
+        "the model: with k of them, write prefetch:k",
     ),
     _becomes(
         "zero_optimization.stage3_param_persistence_threshold",
