@@ -67,6 +67,17 @@ def test_where_weights_are_kept_from_forward_to_backward_freeing_them_is_suggest
     assert str(result[0]) == f"another plan (zero(2, level=3): {limit_bytes} bytes)"
 
 
+def test_where_weights_are_gathered_too_early_for_the_memory_a_smaller_depth_is_suggested():
+    """Half of it does not fit either."""
+    early, later = (
+        replace(Plan.parse("zero(2, level=3)"), passes=("overlap", f"prefetch:{depth}")) for depth in (4, 1)
+    )
+    model = layers(8, cost=1e9)
+    limit_bytes = predict_plan(later, model, memory(1), batch_size=16).memory_bytes
+    _, result = suggestions(model, limit_bytes, [early])
+    assert str(result[0]) == f"prefetch:1 instead of prefetch:4 (zero(2, level=3) + prefetch:1: {limit_bytes} bytes)"
+
+
 def test_large_activations_need_recomputation_microbatches_or_a_smaller_batch():
     _, result = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
     changes = [suggestion.change for suggestion in result]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
-from counterpoint.plan.plan import DEFAULT_PASSES, Plan
+from counterpoint.plan.plan import DEFAULT_PASSES, PREFETCH_PASS, Plan
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.prepare import resolve_partition
 from counterpoint.planner.ranking import Prediction, format_plan, predict_rank_bytes
@@ -111,7 +111,8 @@ def suggest_changes(
 ) -> Iterator[MemorySuggestion]:
     """Yield what would fit, the smallest change first.
 
-    These are another plan, recomputation, more microbatches, optimizer state elsewhere, a smaller batch, more ranks.
+    These are weights that are gathered less early, another plan, recomputation, more microbatches, optimizer state
+    elsewhere, a smaller batch, more ranks.
 
     Args:
         predictions: of synchronous plans, at least one.
@@ -125,6 +126,7 @@ def suggest_changes(
     recomputing = [
         replace(plan, passes=(*plan.passes, RECOMPUTE_PASS)) for plan in smallest if plan.recomputation is None
     ]
+    yield from _smaller_prefetch_depth(smallest, problem)
     yield from _smallest("another plan", _other_plans(smallest[0], plans, problem), problem)
     yield from _smallest("activation recomputation", recomputing, problem)
     for change in (_more_microbatches, _offloaded_state, _smaller_batch):
@@ -140,6 +142,23 @@ def _smallest(change: str, plans: Iterable[Plan], problem: PlanningProblem) -> I
     if fitting:
         plan = min(fitting, key=fitting.__getitem__)
         yield MemorySuggestion(change, plan, problem.batch_size, fitting[plan])
+
+
+def _smaller_prefetch_depth(plans: Sequence[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
+    """Yield the plan that fits with a half of the depth of the pass ``prefetch``, a quarter, and so on down to 0."""
+    largest = depth = max(plan.prefetch_depth for plan in plans)
+    early = [plan for plan in plans if plan.prefetch_depth == largest]
+    while depth:
+        depth //= 2
+        later = (replace(plan, passes=tuple(_with_depth(name, depth) for name in plan.passes)) for plan in early)
+        change = f"{PREFETCH_PASS}:{depth} instead of {PREFETCH_PASS}:{largest}"
+        for suggestion in _smallest(change, later, problem):
+            yield suggestion
+            return
+
+
+def _with_depth(name: str, depth: int) -> str:
+    return f"{PREFETCH_PASS}:{depth}" if name.partition(":")[0] == PREFETCH_PASS else name
 
 
 def _more_microbatches(plans: Iterable[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
