@@ -108,7 +108,14 @@ LAYOUTS = {
 }
 """The second and the third shard among neighbours, or across; shards of three ranks are not equally long."""
 PASSES = {"": (), "prefetch": ("overlap", "prefetch"), "prefetch 2": ("overlap", "prefetch:2")}
-PLACES = ("memory", "disk", "host")
+PLACES = {
+    "memory": (),
+    "disk": ("offload:state=disk",),
+    "host": ("offload:state=host",),
+    "weights": ("offload:params=disk",),
+    "all": ("offload:params=disk", "offload:state=disk"),
+}
+"""Of optimizer state and of weights; the latter are offloaded where all of them are gathered for each use."""
 
 
 @pytest.fixture(name="small_chunks", autouse=True)
@@ -155,11 +162,10 @@ def plain_loop(name):
 
 
 def train_with(name, strategy, passes=(), place="memory", folder=None):
-    """Train with these passes, and optimizer state in a place."""
-    plan, moved = plan_for(strategy, 12), () if place == "memory" else (f"offload:state={place}",)
-    options = {"offload_folder": folder} if place == "disk" else {}
-    options |= {"device": StandInAccelerator()} if place == "host" else {}
-    return train(name, replace(plan, passes=(*passes, *moved)), **options)
+    """Train with these passes, and optimizer state and weights in a place."""
+    plan = plan_for(strategy, 12)
+    options = {"device": StandInAccelerator()} if place == "host" else {"offload_folder": folder}
+    return train(name, replace(plan, passes=(*passes, *PLACES[place])), **options)
 
 
 def check(name, losses, weights, names=None):
@@ -173,19 +179,21 @@ CASES = [
     pytest.param(level, layout, passes, place, id=f"{level}-{layout}-{passes or 'blocking'}-{place}")
     for level, layout, passes, place in product(LEVELS, LAYOUTS, PASSES, PLACES)
     if (level.startswith("3") or not passes)  # below there is nothing to prefetch
-    and (place == "memory" or layout in ("zero", "inside"))
+    and (place == "memory" or layout in ("zero", "inside") or (place, layout) == ("weights", "thirds"))
+    and (place not in {"weights", "all"} or level in {"3", "3 kept"})
 ]
 QUICK = [
     "mlp-1-zero-blocking-disk", "mlp-3 kept-inside-prefetch-memory", "lora-3 whole-zero-prefetch-disk",
     "experts-2-zero-blocking-memory", "experts-3 kept whole-outside-prefetch-memory",
     "untraceable-3-inside-prefetch-memory", "gpt-3 kept whole-zero-prefetch-host", "lengths-3-zero-prefetch-memory",
     "cnn-3-inside-blocking-disk", "gpt-3-zero-prefetch 2-memory", "experts-3 whole-outside-prefetch 2-memory",
+    "mlp-3-thirds-prefetch-weights", "gpt-3-inside-blocking-weights", "lora-3 kept-zero-prefetch-all",
 ]  # fmt: skip
 PROCESSES = {
     2: [("1", "zero", "", "disk"), ("2", "zero", "", "memory"), ("3", "zero", "prefetch", "disk"),
-        ("3 kept whole", "zero", "prefetch", "memory")],
+        ("3 kept whole", "zero", "prefetch", "memory"), ("3", "zero", "prefetch", "all")],
     3: [("2", "thirds", "", "memory"), ("3 whole", "thirds", "prefetch", "memory"),
-        ("3", "thirds", "prefetch 2", "memory")],
+        ("3", "thirds", "prefetch 2", "memory"), ("3", "thirds", "", "weights")],
     4: [("1", "inside", "", "memory"), ("3 kept", "inside", "prefetch", "memory"), ("2", "outside", "", "memory"),
         ("3 whole", "outside", "prefetch", "memory")],
 }  # fmt: skip

@@ -44,6 +44,10 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"m": 2, "blocks": 4, "passes": ("recompute", "offload:activations=disk")},
     ),
     "zero3_2_offload_host": ("zero3(2)", {"passes": ("offload:state=host",)}),
+    "zero3_2_offload_weights": (
+        "zero3(2)",
+        {"blocks": 3, "passes": ("overlap", "prefetch", "offload:params=disk", "offload:state=disk")},
+    ),
     "zero3_2_tied": ("zero3(2)", {"tied": True}),
     "pipeline_4": ("pipeline(4)", {"m": 4, "blocks": 4}),
     "gpipe_4": ("gpipe(4)", {"m": 4, "blocks": 4}),

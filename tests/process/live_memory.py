@@ -52,22 +52,23 @@ def live_bytes(released=()):
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def measure(plans, transport, precision=None, folder=None):
+def measure(plans, transport, precision=None, folder=None, passes=("offload:state=disk",)):
     """Return for each plan what is live between two steps, and what gloo's pool has, in sizes of the model.
 
     Args:
         plans: texts.
         transport: of the ranks.
         precision: what the model computes in.
-        folder: of optimizer state on disk; None to keep it in memory.
+        folder: of what is offloaded to disk; None to keep all in memory.
+        passes: what is offloaded.
     """
     detected = detect()
     assert detected is not None, "a launcher has started the ranks"
     environment = replace(detected, transport=transport)
-    return [measure_plan(plan, environment, precision, folder) for plan in plans]
+    return [measure_plan(plan, environment, precision, folder, passes) for plan in plans]
 
 
-def measure_plan(plan, environment, precision, folder):
+def measure_plan(plan, environment, precision, folder, passes):
     world = open_world(environment, environment.world_size, 60.0)
     pool = getattr(world.fabrics[0], "scratch_pool", ScratchPool())
     before = live_bytes() - pool.num_bytes
@@ -81,7 +82,7 @@ def measure_plan(plan, environment, precision, folder):
         share_params_on_host=False,
         environment=environment,
         precision=precision,
-        passes=("overlap",) if folder is None else ("overlap", "offload:state=disk"),
+        passes=("overlap", *(() if folder is None else passes)),
         offload_folder=folder,
     )
     with step:
@@ -132,3 +133,37 @@ def measure_at_loss(plan, folder):
     last = max(index for index, one in enumerate(instructions) if isinstance(one, Forward))
     predicted = memory_timeline(compiled.program, storage_size_fn(compiled.model, NUM_ROWS))[0][last + 1]
     return [(found[-1] - before) / (4 * NUM_ROWS * width), predicted / (4 * NUM_ROWS * width)]
+
+
+def measure_weights(passes, folder):
+    """Return for each tuple of passes what is live during the loss, and what is predicted, in shards of blocks.
+
+    Args:
+        passes: of each measurement.
+        folder: of weights on disk.
+    """
+    return [measure_weights_at_loss(tuple(one), folder) for one in passes]
+
+
+def measure_weights_at_loss(passes, folder):
+    found = []
+
+    def loss(output, target):
+        found.extend([live_bytes()] if is_measuring else [])
+        return F.mse_loss(output, target)
+
+    before, is_measuring = live_bytes(), False
+    model = make_model()
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    options = {"strategy": "zero(2, level=3)", "environment": detect(), "offload_folder": folder, "passes": passes}
+    with cp.parallelize(model, torch.optim.SGD(model.parameters()), loss, **options) as step:
+        step(x, y)
+        is_measuring = True
+        step(x, y)
+        compiled = step.local_ranks.compiled
+        assert compiled is not None, "it has run"
+    instructions = compiled.program.unroll(1)[0]
+    last = max(index for index, one in enumerate(instructions) if isinstance(one, Forward))
+    predicted = memory_timeline(compiled.program, storage_size_fn(compiled.model, 4))[0][last + 1]
+    shard = MODEL_BYTES / NUM_LAYERS / 2
+    return [(found[-1] - before) / shard, predicted / shard]

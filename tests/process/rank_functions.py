@@ -319,25 +319,25 @@ def train_prefetched(plans, transport):
     ]
 
 
-def train_offloaded(plans, transport, folder):
-    """The losses of each plan with optimizer state on disk, after those with it in memory."""
+def train_offloaded(plans, transport, folder, moved=("offload:state=disk",)):
+    """The losses of each plan with passes that move something to disk, after those with it in memory."""
     environment = detect()
     assert environment is not None, "a launcher has started the ranks"
     return [
         train_with_passes(plan_of(*plan), passes, replace(environment, transport=transport), offload_folder=folder)
         for plan in plans
-        for passes in (("overlap",), ("overlap", "offload:state=disk"))
+        for passes in (("overlap",), ("overlap", *moved))
     ]
 
 
-def train_where_rank_1_has_no_room(plans, folder):
+def train_where_rank_1_has_no_room(plans, folder, moved="offload:state=disk"):
     """The error of each plan, if the files of rank 1 may have 2 KiB only."""
     if rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
     errors = []
     for plan in plans:
         try:
-            train_with_passes(plan_of(*plan), ("overlap", "offload:state=disk"), detect(), offload_folder=folder)
+            train_with_passes(plan_of(*plan), ("overlap", moved), detect(), offload_folder=folder)
         except cp.CounterpointError as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.process.forked_ranks import run_forked
-from tests.process.live_memory import measure, measure_activations
+from tests.process.live_memory import NUM_LAYERS, measure, measure_activations, measure_weights
 
 pytestmark = pytest.mark.process
 # Weights, gradients and Adam's two moments, in sizes of the model.
@@ -79,6 +79,35 @@ def test_state_on_disk_is_not_live_between_steps(precision, tmp_path):
         assert isinstance(measured, list), measured
         live = {plan: 4 * one for plan, (one, _) in zip(formulas, measured, strict=True)}
         assert live == pytest.approx(formulas, rel=0.02)
+
+
+# The same with weights on disk, and Adam's moments in memory or on disk, too.
+WEIGHTS = {
+    ("offload:params=disk",): {"zero(2, level=3)": 4 / 2 + 8 / 2},
+    ("offload:params=disk", "offload:state=disk"): {
+        "zero(2, level=3)": 4 / 2,
+        "zero(2, level=3, reshard_after_forward=off)": 4 / 2,
+    },
+}
+
+
+@pytest.mark.parametrize("passes", WEIGHTS, ids=" ".join)
+def test_weights_on_disk_are_not_live_between_steps(passes, tmp_path):
+    formulas = WEIGHTS[passes]
+    for measured in run_forked(measure, ranks=2, args=[list(formulas), "gloo", None, str(tmp_path), passes]):
+        assert isinstance(measured, list), measured
+        live = {plan: 4 * one for plan, (one, _) in zip(formulas, measured, strict=True)}
+        assert live == pytest.approx(formulas, rel=0.02)
+
+
+def test_weights_on_disk_take_as_much_less_as_predicted_while_others_are_gathered(tmp_path):
+    """In memory are the weights that the loss has been computed with, and no shard: none is read before their backward."""
+    passes = [("overlap",), ("overlap", "offload:params=disk")]
+    for measured in run_forked(measure_weights, ranks=2, args=[passes, str(tmp_path)]):
+        assert isinstance(measured, list), measured
+        (live, predicted), (live_rest, predicted_rest) = measured
+        assert predicted - predicted_rest == NUM_LAYERS
+        assert live - live_rest == pytest.approx(NUM_LAYERS, rel=0.02)
 
 
 @pytest.mark.long

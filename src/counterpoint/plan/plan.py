@@ -67,8 +67,9 @@ class Plan:
             they are recomputed from on each rank of ``tensor(n)``. ``gather_outputs`` evaluates the loss once, on the
             outputs of the whole batch. ``prefetch`` lets the gathers and reductions of ``zero(n, level=3)`` run during
             computations, and starts gathers one computation before they are needed; ``prefetch:2`` two before.
-            ``offload:state=disk`` keeps the optimizer state on disk between updates, and ``offload:activations=disk``
-            the inputs that blocks are recomputed from until then.
+            ``offload:state=disk`` keeps the optimizer state on disk between updates, ``offload:activations=disk`` the
+            inputs that blocks are recomputed from until then, and ``offload:params=disk`` the shards of
+            ``zero(n, level=3)`` between their uses.
         precision: what the model computes in; None for the dtype of its parameters.
         compile: how ``torch.compile`` compiles what ranks run of the model; None to run it eagerly.
         source: the plan file and its lines, for errors; not compared.

@@ -336,15 +336,17 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Start to read the optimizer state of a unit, or a block's input, from elsewhere. Text: ``fetch(state3)<disk``.
+    """Start to read state or weights of a unit, or a block's input, from elsewhere. Text: ``fetch(state3)<disk``.
 
     The state is read in chunks, through buffers: the update of the unit waits for one chunk after the other, updates
     it, and gives it to the :class:`Offload` that follows. State in host memory, ``fetch(state3)<host``, stays there,
-    and the update runs there: gradients and weights are copied to it. The input of a block, ``fetch(x3.0)<disk``, is
-    read whole, and the recomputation of the block waits for it.
+    and the update runs there: gradients and weights are copied to it. The rank's shard of weights,
+    ``fetch(weight3)<disk``, is read whole, and the gather or the update of the unit waits for it; a gather copies it,
+    and gives up its memory. The input of a block, ``fetch(x3.0)<disk``, is read whole, and the recomputation of the
+    block waits for it.
 
     Args:
-        tensor: the state of a unit, or the input of a block.
+        tensor: the state of a unit, its weights, or the input of a block.
         place: where it was offloaded to.
     """
 
@@ -356,11 +358,12 @@ class Fetch:
 class Offload:
     """Wait until the optimizer state of a unit is written and its buffers are free. Text: ``offload(state3)>disk``.
 
-    With ``offload(state3)>host`` the updated weights are on the device again. The input of a block,
+    With ``offload(state3)>host`` the updated weights are on the device again. After ``offload(weight3)>disk`` the
+    rank's shard of weights, which the update has started to write, is written, and has no memory. The input of a block,
     ``offload(x3.0)>disk``, starts to be written, once the input before it is.
 
     Args:
-        tensor: the state of a unit, or the input of a block.
+        tensor: the state of a unit, its weights, or the input of a block.
         place: where it stays until it is fetched.
     """
 

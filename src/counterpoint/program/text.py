@@ -55,7 +55,7 @@ _INSTRUCTION = re.compile(
     rf"|(?:(?P<push_op>push_no_reply|push)(?=\S*>)(?::(?P<push_codec>{CODEC_PATTERN}))?|pull(?=\S*<))\((?P<ps_tensor>{_TENSOR_REF})\)[<>](?P<server>\d+)$"
     rf"|(?:apply_and_reply(?::(?P<staleness>\d+))?|(?P<apply>apply)|elastic_average:(?P<alpha>{ALPHA_PATTERN}))\((?P<units>{_UNIT}(?:,{_UNIT})*)\)@(?P<workers>{_GROUP})$"
     rf"|free\((?P<freed>{_TENSOR_REF})\)$"
-    rf"|(?P<moved>fetch(?=\S*<)|offload(?=\S*>))\((?P<moved_tensor>state{_UNIT}|x\d+\.\+?\d+)\)[<>](?P<place>{'|'.join(get_args(OffloadPlace))})$"
+    rf"|(?P<moved>fetch(?=\S*<)|offload(?=\S*>))\((?P<moved_tensor>(?:state|weight){_UNIT}|x\d+\.\+?\d+)\)[<>](?P<place>{'|'.join(get_args(OffloadPlace))})$"
     rf"|(?P<message_tensor>{_TENSOR_REF})(?::(?P<message_codec>{CODEC_PATTERN}))?(?P<arrow>[<>])(?P<peer>\d+)$"
 )
 _TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|out|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")

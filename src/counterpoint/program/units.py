@@ -58,7 +58,7 @@ def named_units(instruction: Instruction) -> tuple[Unit, ...]:
         case Push(value) | Pull(value) | Send(value) | Recv(value) | Free(value) | Collective(_, value):
             return (value.blocks,) if value.name in UNIT_TENSORS else ()
         case Fetch(value) | Offload(value):
-            return (value.blocks,) if value.name == "state" else ()
+            return (value.blocks,) if value.name in {"state", "weight"} else ()
         case Forward() | Recompute() | Backward() | Commit():
             return ()
 

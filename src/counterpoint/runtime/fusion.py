@@ -289,6 +289,8 @@ def forward_only(instructions: Sequence[Instruction], microbatches_per_batch: in
         ):
             selected.append(instruction)
             gathered.add(instruction.tensor.blocks)
+        elif isinstance(instruction, Fetch) and _feeds_gather(instructions, index, instruction.tensor):
+            selected.append(instruction)
         elif (
             isinstance(instruction, Free)
             and instruction.tensor.name == "weight"
@@ -325,6 +327,16 @@ def _end_of(instructions: Sequence[Instruction], index: int, collective: Collect
     """Return the index of the wait for a collective that is started there, else the same index."""
     wait = replace(collective, phase="wait")
     return instructions.index(wait, index) if collective.phase == "start" else index
+
+
+def _feeds_gather(instructions: Sequence[Instruction], index: int, weight: TensorRef) -> bool:
+    """Return whether weights that are fetched are gathered for a forward, instead of a backward or an update."""
+    for place, instruction in enumerate(instructions[index + 1 :], index + 1):
+        if isinstance(instruction, Collective) and instruction.tensor == weight:
+            return _feeds_forward(instructions, _end_of(instructions, place, instruction), weight)
+        if isinstance(instruction, Update | Offload):
+            return False
+    return False
 
 
 def _feeds_forward(instructions: Sequence[Instruction], index: int, weight: TensorRef) -> bool:

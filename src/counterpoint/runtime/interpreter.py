@@ -44,6 +44,7 @@ from counterpoint.program.instruction import (
     Recv,
     Send,
     SwapGradBuffers,
+    TensorRef,
 )
 from counterpoint.program.recompute_sets import find_recomputed
 from counterpoint.program.text import format_tensor_ref
@@ -458,12 +459,16 @@ class Interpreter:
                 self.server_loop.apply_and_reply(instructions)
 
     def move_offloaded(self, call: FetchRun | OffloadRun | Fetch | Offload) -> None:
-        """Fetch or offload optimizer state, or the input of a block."""
+        """Fetch or offload optimizer state, weights, or the input of a block."""
         match call:
             case FetchRun(units):
                 self.fetch(units)
             case OffloadRun(units):
                 self.store.offload(units)
+            case Fetch(TensorRef("weight", unit)):
+                self.store.fetch_weights(unit)
+            case Offload(TensorRef("weight", unit)):
+                self.store.offload_weights(unit)
             case Fetch() | Offload():
                 self.executor.move_input(call)
 

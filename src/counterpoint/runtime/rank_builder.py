@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,12 +33,14 @@ from counterpoint.program.instruction import (
     Commit,
     Forward,
     Group,
+    Instruction,
     Pull,
     Push,
     Recompute,
     Recv,
     SwapGradBuffers,
 )
+from counterpoint.program.offloading import offloaded_weights
 from counterpoint.program.program import Program, weight_versions_needed
 from counterpoint.program.step_variants import StepVariant
 from counterpoint.program.units import freed_weights
@@ -61,6 +63,7 @@ from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.offload.offloaded_inputs import InputOffloadConfig, OffloadedInputs
 from counterpoint.runtime.offload.offloaded_state import OffloadConfig, OffloadedState
+from counterpoint.runtime.offload.offloaded_weights import OffloadedWeights, WeightOffloadConfig
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues
 from counterpoint.runtime.params.grad_check import GradCheck, find_share_factor
@@ -103,6 +106,7 @@ class RunSpec:
         holds_casts: whether ranks hold these in that dtype, with master weights of what they update.
         offload: how optimizer state is offloaded; None if it stays in memory.
         input_offload: how the inputs of recomputed blocks are offloaded; None if they stay in memory.
+        weight_offload: how shards of weights are offloaded; None if they stay in memory.
         rounds_stochastically: whether updated weights in bf16 are rounded so.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
         scaling_code: code of the model whose gradients are not proportional to those of its outputs; empty for none.
@@ -131,6 +135,7 @@ class RunSpec:
     holds_casts: bool = False
     offload: OffloadConfig | None = None
     input_offload: InputOffloadConfig | None = None
+    weight_offload: WeightOffloadConfig | None = None
 
     @property
     def max_target_elements(self) -> int | None:
@@ -216,12 +221,12 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         first_values=first_values,
         offloaded=make_offloaded(run_spec.offload, rank),
         accelerator=accelerator,
+        offloaded_weights=make_offloaded_weights(run_spec, instructions, rank),
     )
     if isinstance(partition, WholeModel):
         replace_params(model, params, store.params)
-    num_loss_calls = count_loss_calls(run_spec.program, [rank] if is_only else range(fabric.num_ranks))
     bound_model = bind_segments(run_spec, partition, instructions, training=True)
-    bound_model = replace(bound_model, num_loss_calls=num_loss_calls)
+    bound_model = replace(bound_model, num_loss_calls=count_loss_calls(run_spec.program, fabric, is_only=is_only))
     interpreter = Interpreter(
         {variant.name: lower_step(run_spec, variant, rank) for variant in run_spec.step_variants},
         model=bound_model,
@@ -254,6 +259,15 @@ def make_offloaded(config: OffloadConfig | None, rank: int) -> OffloadedState | 
     if config is None:
         return None
     return HostState(config) if config.folder is None else OffloadedState(config, config.folder, rank)
+
+
+def make_offloaded_weights(
+    run_spec: RunSpec, instructions: Iterable[Instruction], rank: int
+) -> tuple[OffloadedWeights, Collection[Unit]] | None:
+    """Return a rank's file of weights, and whose they are; None if none are offloaded."""
+    if run_spec.weight_offload is None:
+        return None
+    return OffloadedWeights(run_spec.weight_offload, rank), offloaded_weights(instructions).keys()
 
 
 def make_grad_check(run_spec: RunSpec, params: Mapping[str, nn.Parameter], accelerator: Accelerator) -> GradCheck:
@@ -497,10 +511,10 @@ def find_freed_reads(
     return {name: read_dtypes[name] for name in names if name in read_dtypes}
 
 
-def count_loss_calls(program: Program, ranks: Iterable[int]) -> int:
-    """Return how often some ranks together compute the loss in a step."""
+def count_loss_calls(program: Program, fabric: Fabric, *, is_only: bool) -> int:
+    """Return how often a rank, or all ranks unless it is the only one of its process, compute the loss in a step."""
     num_calls, last_block = 0, max(one.block for _, one in program.instructions() if isinstance(one, Forward))
-    for rank in ranks:
+    for rank in [fabric.rank] if is_only else range(fabric.num_ranks):
         instructions = program.rank_programs[rank].body
         is_last = [one for one in instructions if isinstance(one, Forward | Recompute) and one.block == last_block]
         gathers = any(isinstance(one, Collective) and one.tensor.name == "out" for one in instructions)

@@ -79,7 +79,7 @@ class CostModel(Protocol):
         ...
 
     def offload_s(self, instruction: Fetch | Offload, fraction: Fraction) -> float:
-        """Return how long a fraction of a unit's state, or a block's input, takes to or from where it is offloaded."""
+        """Return how long a fraction of a unit's state or weights, or a block's input, takes to or from its place."""
         ...
 
     def server_update_s(self, unit: Unit, server: int, worker: int) -> tuple[float, float]:

@@ -122,6 +122,11 @@ class _InstructionTimer:
         self.shared_units, self.freed = host_shareable_units(instructions), freed_weights(instructions)
         self.is_on_one_host: dict[Group, bool] = {}
         self.grad_fractions: dict[Unit, Fraction] = {}  # of gradients that were reduce-scattered
+        self.weight_fractions = {  # of the shards that are offloaded
+            one.tensor.blocks: Fraction(1, len(one.group))
+            for one in instructions
+            if isinstance(one, Collective) and one.tensor.name == "weight"
+        }
         self.blocks_with_grad: set[int] = set()
         self.cache: dict[Hashable, _Duration] = {}
 
@@ -161,8 +166,8 @@ class _InstructionTimer:
                 extra_s = passes * self.costs.memory_pass_s(instruction)
                 return (0.0, 0.0, CpuDemand(extra_s, memory_s=extra_s)) if passes else _NO_TIME
             case Fetch() | Offload():
-                is_state = instruction.tensor.name == "state"
-                fraction = self.grad_fractions.get(instruction.tensor.blocks, WHOLE) if is_state else WHOLE
+                fractions = {"state": self.grad_fractions, "weight": self.weight_fractions}
+                fraction = fractions.get(instruction.tensor.name, {}).get(instruction.tensor.blocks, WHOLE)
                 seconds = self.costs.offload_s(instruction, fraction)
                 return seconds, 0.0, CpuDemand(seconds)
             case ApplyPushes() | SwapGradBuffers():

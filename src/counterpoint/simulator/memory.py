@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 from counterpoint.program.comm_volume import SizeFn
 from counterpoint.program.compression import find_codec
@@ -31,7 +31,12 @@ from counterpoint.program.instruction import (
     TensorRef,
     Update,
 )
-from counterpoint.program.offloading import NUM_OFFLOAD_BUFFERS, OFFLOAD_CHUNK_BYTES, offloaded_units
+from counterpoint.program.offloading import (
+    NUM_OFFLOAD_BUFFERS,
+    OFFLOAD_CHUNK_BYTES,
+    offloaded_units,
+    offloaded_weights,
+)
 from counterpoint.program.program import Instructions, Program, weight_versions_needed
 from counterpoint.program.recompute_sets import RecomputeSet, find_recomputed
 from counterpoint.program.units import freed_weights, named_units
@@ -83,6 +88,7 @@ class _RankMemory:
         self.optimizer_states = _Held("state")
         self.state_fractions: dict[_Unit, Fraction] = {}  # of the states that are offloaded, also while they are
         self.fetched: set[_Unit] = set()
+        self.shard_fractions: dict[_Unit, Fraction] = {}  # of the weights that are offloaded
         self.codec_buffers: dict[Collective | Send | Push, int] = {}
         self.saved_bytes: dict[tuple[int, int], int] = {}
         self.written: tuple[int, int] | None = None  # the input that is being written to disk, from memory
@@ -110,6 +116,10 @@ class _RankMemory:
             self.free(held, unit)
             held.fractions[unit] = fraction
             self.count(held, unit, fraction)
+
+    def shard_bytes(self, unit: _Unit) -> int:
+        """Return the bytes of the rank's shard of weights that are offloaded; 0 of others."""
+        return math.ceil(self.unit_bytes("weight", unit) * self.shard_fractions.get(unit, 0))
 
     def free(self, held: _Held, unit: _Unit) -> None:
         """Free what is held of a unit, if anything."""
@@ -145,8 +155,9 @@ def peak_memory_bytes(program: Program, size_of: SizeFn) -> tuple[int, ...]:
     each microbatch to its backward, as activations do, and the gradients of casts exist twice while they are copied to
     the flat gradient that is communicated. A compression codec with error feedback keeps two residuals, the present one
     and the one of the next step, and buffers for what it sends and gathers. States that are offloaded take the memory
-    of their buffers, until they are written again. Temporary memory of operators inside a block is not in the program
-    and not counted.
+    of their buffers, until they are written again. A shard of weights that is offloaded is in memory from its fetch to
+    the gather, where it is copied, or until it is offloaded again, and twice during its update. Temporary memory of
+    operators inside a block is not in the program and not counted.
 
     Args:
         program: a verified program.
@@ -270,6 +281,10 @@ def _temporary_bytes(instruction: Instruction, memory: _RankMemory, users: _User
     """Return the bytes that exist only during an instruction: a pushed gradient, gradients that are copied."""
     if isinstance(instruction, ApplyPushes):
         return max(memory.unit_bytes("grad", unit) for unit in instruction.units)
+    if isinstance(instruction, Update):
+        return memory.shard_bytes(instruction.unit)
+    if _takes_shard(instruction):
+        return memory.shard_bytes(instruction.tensor.blocks)
     if not isinstance(instruction, Backward) or not instruction.computes_weight_grad:
         return 0
     used = users[instruction.block]
@@ -278,6 +293,13 @@ def _temporary_bytes(instruction: Instruction, memory: _RankMemory, users: _User
         for copied in (memory.copied_during_backward, memory.copied_after_backward)
     )
     return during + max(after - memory.cast_bytes(used), 0)  # at the end of a backward, its casts are freed
+
+
+def _takes_shard(instruction: Instruction) -> TypeGuard[Collective]:
+    """Return whether a gather copies the rank's shard of weights, which is then given up if it is offloaded."""
+    if not isinstance(instruction, Collective) or instruction.phase == "wait":
+        return False
+    return (instruction.op, instruction.tensor.name) == ("all_gather", "weight")
 
 
 def _copied_after_backward(instructions: Instructions) -> Iterator[_Unit]:
@@ -342,6 +364,7 @@ def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) 
                 pass
             case Fetch() | Offload():
                 pass
+    memory.shard_fractions = {unit: weights.pop(unit) for unit in offloaded_weights(instructions)}
     return memory
 
 
@@ -354,6 +377,8 @@ def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users)
             memory.hold(memory.grad_shards, unit, Fraction(1, len(group)))
             memory.free(memory.grads, unit)
         case Collective("all_gather", TensorRef("weight", unit)):
+            if unit in memory.shard_fractions:
+                memory.free(memory.weights, unit)
             memory.hold(memory.gathered if unit in memory.freed else memory.weights, unit, WHOLE)
         case Free(TensorRef("weight", unit)):
             memory.free(memory.gathered, unit)
@@ -366,6 +391,10 @@ def _update_memory(memory: _RankMemory, instruction: Instruction, users: _Users)
             memory.free(memory.grad_shards, unit)
         case Collective() | Send() | Recv() | Push() | Pull() | Free() | ApplyPushes() | Commit() | SwapGradBuffers():
             pass
+        case Fetch(TensorRef("weight", unit)):
+            memory.hold(memory.weights, unit, memory.shard_fractions[unit])
+        case Offload(TensorRef("weight", unit)):
+            memory.free(memory.weights, unit)
         case Fetch(tensor, place):
             memory.fetched.update([tensor.blocks] if (tensor.name, place) == ("state", "disk") else ())
         case Offload(tensor):

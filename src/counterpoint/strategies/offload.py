@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Literal, TypeAlias
 
@@ -17,6 +17,9 @@ OFFLOAD_PASS = "offload"
 ActivationPlace: TypeAlias = Literal["disk"]
 """Where activations are offloaded to."""
 
+ParamPlace: TypeAlias = Literal["disk"]
+"""Where parameters are offloaded to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offloading:
@@ -26,10 +29,12 @@ class Offloading:
         state: of the optimizer, with the master weights of casts, between updates: ``disk`` for a file of each rank,
             ``host`` for the memory of the host of a device; None to keep it in memory.
         activations: the inputs that blocks are recomputed from, between forward and backward: ``disk``, or None.
+        params: this rank's shards of weights that are gathered for each use, between their uses: ``disk``, or None.
     """
 
     state: OffloadPlace | None = None
     activations: ActivationPlace | None = None
+    params: ParamPlace | None = None
 
     @staticmethod
     def from_passes(names: Sequence[str]) -> Offloading:
@@ -40,7 +45,7 @@ class Offloading:
 
         Example:
             >>> Offloading.from_passes(["offload:state=disk"])
-            Offloading(state='disk', activations=None)
+            Offloading(state='disk', activations=None, params=None)
         """
         found = Offloading()
         for name in names:
@@ -49,13 +54,14 @@ class Offloading:
                 hint = f"did you mean {near[0]}?" if near else f"write {', '.join(_OF_PASS)}"
                 raise PlanError(
                     f"the pass {shorten(repr(name))} does not say what is offloaded and where to: state is the "
-                    "optimizer's, between updates, and activations are what blocks are recomputed from, until their "
-                    f"backward; {hint}"
+                    "optimizer's, between updates, activations are what blocks are recomputed from, until their "
+                    f"backward, and params are the weights that zero(n, level=3) shards; {hint}"
                 )
             own = _OF_PASS[name]
-            if (own.state and found.state) or (own.activations and found.activations):
+            moved = {kind: place for kind, place in asdict(own).items() if place is not None}
+            if any(getattr(found, kind) for kind in moved):
                 raise PlanError(f"the passes {' and '.join(names)} both say what is offloaded; drop one of the two")
-            found = replace(found, state=own.state or found.state, activations=own.activations or found.activations)
+            found = replace(found, **moved)
         return found
 
 
@@ -63,4 +69,5 @@ _OF_PASS = {
     f"{OFFLOAD_PASS}:state=disk": Offloading(state="disk"),
     f"{OFFLOAD_PASS}:state=host": Offloading(state="host"),
     f"{OFFLOAD_PASS}:activations=disk": Offloading(activations="disk"),
+    f"{OFFLOAD_PASS}:params=disk": Offloading(params="disk"),
 }

@@ -110,9 +110,10 @@ class TrainingOptions:
             which is ``cuda`` where there is one and ``cpu`` elsewhere. The model, a loss that is a module and the
             optimizer's state are moved there, batches in every step. None leaves the model where it is.
         timeout_s: the longest that any rank waits for another, or for a chunk of offloaded state, in seconds.
-        offload_folder: under the passes ``offload:state=disk`` and ``offload:activations=disk``, where each rank has a
-            file with the optimizer state of what it updates, and one with the inputs of what it recomputes; on a local
-            disk. The files have no names, and are gone when the process ends.
+        offload_folder: under the passes ``offload:state=disk``, ``offload:activations=disk`` and
+            ``offload:params=disk``, where each rank has a file with the optimizer state of what it updates, one with
+            the inputs of what it recomputes, and one with its shards of weights; on a local disk. The files have no
+            names, and are gone when the process ends.
         share_params_on_host: whether replicas on one host share one copy of parameters and optimizer state, if
             possible.
         init_sync: what happens if a rank's initial parameters differ from rank 0's: ``broadcast`` gives all ranks rank

@@ -54,6 +54,9 @@ ARGUMENTS = {
     "zero3_without_prefetch": DATA | {"strategy": "zero(2, level=3)"},
     "state_on_nvme": DATA
     | {"strategy": "zero(2, level=3)", "passes": (*PREFETCH, "offload:state=disk"), "offload_folder": "/local_nvme"},
+    "weights_on_nvme": DATA
+    | {"strategy": "zero(2, level=3)", "passes": (*PREFETCH, "offload:state=disk", "offload:params=disk")}
+    | {"offload_folder": "/local_nvme"},
     "state_on_cpu": DATA | {"strategy": "zero(2, level=2)", "passes": ("overlap", "offload:state=host")},
     "autocast_bf16": DATA | {"precision": "bf16(autocast=true)"},
     "autocast_fp16": DATA | {"precision": "fp16(autocast=true, reduce=bf16)", "loss_scale": "dynamic"},
@@ -68,6 +71,28 @@ ARGUMENTS = {
 }
 SIZE: dict[str, Any] = {"train_batch_size": 8}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "weights on the host": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        "zero_optimization.offload_param.device=cpu is not supported: weights stay on the device; on CPUs",
+    ),
+    "weights that are whole": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/a"}}},
+        "offload_param.device=nvme offloads shards of weights, which are whole at stage=2; write stage 3",
+    ),
+    "weights without folder": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "zero_optimization.offload_param.device=nvme needs zero_optimization.offload_param.nvme_path",
+    ),
+    "two folders": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+                "offload_param": {"device": "nvme", "nvme_path": "/b"},
+            }
+        },
+        "nvme_path='/a' and zero_optimization.offload_param.nvme_path='/b' are two folders; ranks have one",
+    ),
     "a place for states that is none": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "tape"}}},
         "zero_optimization.offload_optimizer.device='tape' is not none, cpu or nvme",

@@ -419,23 +419,49 @@ def _plan_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]
     return {"strategy": str(strategy), **({"passes": ("overlap", "prefetch")} if prefetches else {})}
 
 
+_OFFLOADS: dict[str, dict[str, str]] = {
+    "zero_optimization.offload_optimizer": {"cpu": "offload:state=host", "nvme": "offload:state=disk"},
+    "zero_optimization.offload_param": {"nvme": "offload:params=disk"},
+}
+"""The pass for each device of a section."""
+
+
 def _offload_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pass that offloads optimizer state, with the folder that it needs; nothing if it stays.
+    """Return the passes that offload optimizer state and weights, with the folder that they need; nothing if both stay.
 
     Raises:
-        PlanError: there is no such device, or it lacks a folder.
+        PlanError: there is no such device, it lacks a folder, or the two have different ones; or weights are whole.
     """
-    section = "zero_optimization.offload_optimizer"
-    device, folder = values[f"{section}.device"], values[f"{section}.nvme_path"]
-    if device == "none":
-        return {}
-    if device == "cpu":
-        return {"passes": ("offload:state=host",)}
-    if device != "nvme":
-        raise PlanError(f"{section}.device={shorten(repr(device))} is not none, cpu or nvme")
-    if folder is None:
-        raise PlanError(f"{section}.device=nvme needs {section}.nvme_path; give a folder on a local disk")
-    return {"passes": ("offload:state=disk",), "offload_folder": folder}
+    found = {path: values[f"{path}.device"] for path in _OFFLOADS if values[f"{path}.device"] != "none"}
+    for path, device in found.items():
+        _require_offload(values, path, device)
+    folders = {path: values[f"{path}.nvme_path"] for path, device in found.items() if device == "nvme"}
+    if len({*folders.values()}) > 1:
+        given = " and ".join(f"{path}.nvme_path={shorten(repr(folder))}" for path, folder in folders.items())
+        raise PlanError(f"{given} are two folders; ranks have one offload_folder: give the same one in both")
+    passes = tuple(_OFFLOADS[path][device] for path, device in found.items())
+    return {
+        **({"passes": passes} if passes else {}),
+        **({"offload_folder": next(iter(folders.values()))} if folders else {}),
+    }
+
+
+def _require_offload(values: Mapping[str, Any], path: str, device: object) -> None:
+    """Check that a section names a device that is supported, with a folder for files."""
+    if path == "zero_optimization.offload_param" and device == "cpu":
+        raise PlanError(
+            f"{path}.device=cpu is not supported: weights stay on the device; on CPUs, where they are in memory, write "
+            "nvme with nvme_path to have them on disk, or omit offload_param"
+        )
+    if device not in _OFFLOADS[path]:
+        raise PlanError(f"{path}.device={shorten(repr(device))} is not none, cpu or nvme")
+    if device == "nvme" and values[f"{path}.nvme_path"] is None:
+        raise PlanError(f"{path}.device=nvme needs {path}.nvme_path; give a folder on a local disk")
+    if path == "zero_optimization.offload_param" and values["zero_optimization.stage"] != 3:
+        raise PlanError(
+            f"{path}.device={device} offloads shards of weights, which are whole at "
+            f"stage={values['zero_optimization.stage']}; write stage 3, or omit offload_param"
+        )
 
 
 def _training_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:

@@ -63,7 +63,8 @@ SIZE = "ranks reduce and gather in buckets of their own size"
 LAYOUT = "how states lie in memory is decided here"
 LIMIT = "weights are freed after each use, or after the next one under the pass prefetch"
 LOGS = "nothing is logged by this key; pass run_dir= for metrics, TensorBoard events and a report"
-OFFLOAD = "weights stay on the device; use more ranks, or zero3, which shards them"
+OFFLOAD = 'write offload_param: {"device": "nvme", "nvme_path": FOLDER} for weights on disk, or use more ranks'
+WEIGHTS = "a rank's shard of each unit is read and written as one"
 BUFFERS = "state is read and written in chunks of its own size, while others are updated"
 
 BATCH_KEYS = (
@@ -236,7 +237,17 @@ ZERO_KEYS = (
         "the state of all parameters is offloaded, or of none; omit it",
         neutral=(None, 1),
     ),
-    _refused("zero_optimization.offload_param", "dict", OFFLOAD, neutral=(None, "none"), switch="device"),
+    _becomes(
+        "zero_optimization.offload_param.device",
+        "text",
+        "none",
+        "the pass offload at stage 3: nvme is offload:params=disk, for ranks on CPUs; cpu is refused",
+    ),
+    _becomes("zero_optimization.offload_param.nvme_path", "text", None, "offload_folder"),
+    _ignored("zero_optimization.offload_param.pin_memory", "bool", "it is about copies to a device"),
+    _ignored("zero_optimization.offload_param.buffer_count", "int", WEIGHTS),
+    _ignored("zero_optimization.offload_param.buffer_size", "int", WEIGHTS),
+    _ignored("zero_optimization.offload_param.max_in_cpu", "int", WEIGHTS),
     _refused("zero_optimization.cpu_offload", "bool", 'write offload_optimizer: {"device": "cpu"}'),
     _refused("zero_optimization.cpu_offload_param", "bool", OFFLOAD),
     _refused("zero_optimization.zenflow", "dict", "each step applies its whole gradient; omit it", neutral=(None,)),

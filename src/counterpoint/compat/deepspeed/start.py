@@ -125,10 +125,11 @@ def require_state_in_memory(config: DeepSpeedConfig, model: nn.Module) -> None:
     )
     moved = [one for one in passes if one.startswith(OFFLOAD_PASS) and not (on_host and one.endswith("host"))]
     if moved:
+        section = "offload_param" if ":params=" in moved[0] else "offload_optimizer"
         raise PlanError(
-            f"zero_optimization.offload_optimizer is the pass {moved[0]}, which programs have, but initialize() "
+            f"zero_optimization.{section} is the pass {moved[0]}, which programs have, but initialize() "
             "updates by the script's optimizer, whose state is with the model; write step = cp.parallelize(model, "
-            "optimizer, loss, **read_config(...).arguments), or omit offload_optimizer here"
+            f"optimizer, loss, **read_config(...).arguments), or omit {section} here"
         )
 
 

@@ -11,9 +11,10 @@
 5. Backward and recomputation read the weight version that their forward read; staleness stays within its bound.
 6. Every gradient contributes to every update of its parameters exactly once, and all ranks that contributed to it
    commit together, about exactly these microbatches.
-7. Whatever is gathered, delayed or in flight is freed at the end, and nothing else is. State that is offloaded is
-   fetched for each update, and is offloaded again at the end. The number of microbatches in flight, saved activations,
-   weight versions, and the fractions of gradients and optimizer states per rank stay within their bounds.
+7. Whatever is gathered, delayed or in flight is freed at the end, and nothing else is. State and weights that are
+   offloaded are fetched for each update, weights for each gather, and updated ones are offloaded again. The number of
+   microbatches in flight, saved activations, weight versions, and the fractions of gradients and optimizer states per
+   rank stay within their bounds.
 8. The bytes that each rank sends equal the closed formula of the strategy.
 
 Strategies declare the bounds (:class:`Bounds`) separately from the instructions that they write, so that a mistake in

@@ -122,6 +122,8 @@ def weight_parts(store: ParamStore) -> list[tuple[FlatParams, int, int]]:
     for unit in store.units.values():
         update_shard = unit.role.update_shard
         for flat_params in unit.flat_params if update_shard is not None else ():
+            if flat_params.offloaded_shard is not None:
+                continue  # no other code can change it, and its file has a checksum
             low, high = flat_params.layout.element_range(update_shard or WHOLE)
             parts += [(flat_params, start, min(start + NUM_CHECKED, high)) for start in range(low, high, NUM_CHECKED)]
     return parts

@@ -35,12 +35,14 @@ from counterpoint.terminal_text import warn
 BLOCK_BYTES = 4096
 """Direct reads and writes begin and end at multiples of it, in the file and in memory."""
 
-Content: TypeAlias = Literal["the optimizer state", "the input of recomputed blocks"]
+Content: TypeAlias = Literal["the optimizer state", "the input of recomputed blocks", "the shard of the weights"]
 """What a file has."""
 INPUTS: Content = "the input of recomputed blocks"
+WEIGHTS: Content = "the shard of the weights"
 
 _REMEDIES: dict[Content, str] = {
     "the optimizer state": "shard the state over more ranks with zero(...)",
+    WEIGHTS: "shard the weights over more ranks with zero(..., level=3)",
     INPUTS: "offload less: smaller microbatches, or a pass recompute:PATTERN that matches fewer blocks",
 }
 """What to do about a disk that is full, by what is on it."""

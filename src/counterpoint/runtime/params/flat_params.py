@@ -15,10 +15,10 @@ of many. A unit whose gradient no other rank needs has no flat parameters: autog
     delayed_grad  another whole gradient, exchanged with the own one a step later                           (5)
 
 :meth:`FlatParams.unshard_weights` and :meth:`FlatParams.reshard_weights` allocate and free (1) next to (2); if weights
-are not sharded, (2) is (1). In mixed precision, where the model casts its parameters, (1) stays free and (3) is
-gathered from casts of (2): half of the bytes, and the same values as casts of (1). If ranks hold casts
-(``FlatLayout.holds_casts``), (1) and (4) are in the dtype that the model reads, and (1) stays: :meth:`cast_masters`
-writes (2) to it after an update. The storage (4) is a
+are not sharded, (2) is (1). If weights are offloaded, (2) is on disk, and has memory while it is updated. In mixed
+precision, where the model casts its parameters, (1) stays free and (3) is gathered from casts of (2): half of the
+bytes, and the same values as casts of (1). If ranks hold casts (``FlatLayout.holds_casts``), (1) and (4) are in the
+dtype that the model reads, and (1) stays: :meth:`cast_masters` writes (2) to it after an update. The storage (4) is a
 :class:`counterpoint.runtime.params.flat_grads.GradStorage`. Several versions of (1) are kept by
 :class:`counterpoint.runtime.params.weight_versions.WeightVersions`.
 """
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
 from counterpoint.runtime.offload.offloaded_state import absent_values
+from counterpoint.runtime.offload.offloaded_weights import OffloadedShard, OffloadedWeights
 from counterpoint.runtime.params.flat_grads import FlatGrads, GradRange, GradStorage
 from counterpoint.runtime.params.flat_layout import WHOLE, FirstValues, FlatLayout, ShardSpan
 from counterpoint.runtime.params.grad_check import GradCheck
@@ -214,6 +215,7 @@ class FlatParams:
         self.error_feedbacks: dict[Group, ErrorFeedback] = {}  # of compressed reductions over each group
         self.read_weights: Tensor | None = None  # (3)
         self.offloaded_masters: OffloadedMasters | None = None  # (2), if it is elsewhere
+        self.offloaded_shard: OffloadedShard | None = None  # likewise, of weights that are gathered for each use
         if local_shard != WHOLE or layout.holds_casts:
             start, stop = self.shard_bounds
             self.local_shard = whole[start:stop].clone() if shard is None else shard
@@ -256,7 +258,7 @@ class FlatParams:
         storage = self.weights.untyped_storage()
         if self.local_shard is not self.weights and storage.size() == 0:
             storage.resize_(self.layout.num_elements * self.weights.element_size())
-            self.weights.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.local_shard)
+            self.weights.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.own_weights())
 
     def reshard_weights(self) -> None:
         """Free the full buffers, unless the rank keeps them; the local shard stays."""
@@ -286,11 +288,19 @@ class FlatParams:
         bounds, read = self.layout.shard_bounds(len(group)), self.read_weights
         if read is None or any(read_dtypes.get(name) != read.dtype for name in self.params):
             self.unshard_weights()
-            return fabric.all_gather(label, self.weights.data, bounds, group)
-        if read.untyped_storage().size() == 0:
-            read.untyped_storage().resize_(read.numel() * read.element_size())
-            read.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.local_shard)
-        return fabric.all_gather(label, read.data, bounds, group)
+            whole = self.weights.data
+        else:
+            whole = read.data
+            if read.untyped_storage().size() == 0:
+                read.untyped_storage().resize_(read.numel() * read.element_size())
+                read.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.own_weights())
+        if self.offloaded_shard is not None:
+            self.offloaded_shard.finish()  # its values are in the whole weights now
+        return fabric.all_gather(label, whole, bounds, group)
+
+    def own_weights(self) -> Tensor:
+        """Return the weights that this rank keeps, from where they are; valid until the next call."""
+        return self.local_shard if self.offloaded_shard is None else self.offloaded_shard.read_whole()
 
     def read_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and gathered cast of each parameter; autograd adds the cast's gradient to the parameter's."""
@@ -305,6 +315,8 @@ class FlatParams:
         if self.offloaded_masters is not None:
             return self.offloaded_masters.read(start, stop)
         low = self.shard_bounds[0]
+        if self.offloaded_shard is not None and not self.offloaded_shard.is_resident:
+            return self.offloaded_shard.read(start - low, stop - low)
         return self.local_shard[start - low : stop - low]
 
     def replica_view(self, start: int, stop: int) -> Tensor:
@@ -317,10 +329,18 @@ class FlatParams:
         self.offloaded_masters = masters
         self.local_shard = absent_values(self.local_shard)
 
+    def offload_weights(self, offloaded: OffloadedWeights) -> None:
+        """Move the shard of the weights that this rank keeps to a file, from where it is fetched for each use."""
+        assert self.local_shard is not self.weights, "sharded"
+        self.offloaded_shard = offloaded.add(self.local_shard)
+
     def optimizer_view(self, start: int, stop: int) -> Tensor:
         """Return the weights of a range as the optimizer updates them, in a parameter's shape if it is exactly one."""
         if self.offloaded_masters is not None:
             return absent_values(self.local_shard[start - self.shard_bounds[0] : stop - self.shard_bounds[0]])
+        low = self.shard_bounds[0]
+        if self.offloaded_shard is not None:
+            return self.layout.as_param_shape(self.offloaded_shard.view_shard(start - low, stop - low), start, stop)
         return self.layout.as_param_shape(self.flat_view(start, stop), start, stop)
 
     def write_param(self, name: str, values: Tensor) -> None:
@@ -330,6 +350,8 @@ class FlatParams:
         own = values.reshape(-1)[start - slot.start : max(stop - slot.start, start - slot.start)]
         if self.offloaded_masters is not None:
             self.offloaded_masters.write(start, own)
+        elif start < stop and self.offloaded_shard is not None:
+            self.offloaded_shard.write(start - self.shard_bounds[0], own)
         elif start < stop:
             self.flat_view(start, stop).data.copy_(own)
         if self.layout.holds_casts:

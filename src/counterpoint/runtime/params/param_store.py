@@ -27,6 +27,7 @@ from counterpoint.device.accelerator import Accelerator
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.model.spec import Unit
 from counterpoint.runtime.offload.offloaded_state import MASTER, OffloadedState, StateDtypes
+from counterpoint.runtime.offload.offloaded_weights import OffloadedShard, OffloadedWeights
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, clip_by_value, scale_grad, step_without_closure
 from counterpoint.runtime.params.flat_layout import (
     WHOLE,
@@ -271,6 +272,7 @@ class ParamStore:
         offloaded: the optimizer state, if it is elsewhere between updates; gradients are then flat, and those of a
             device are applied on the host.
         accelerator: that the parameters are on; None for the host.
+        offloaded_weights: the file of weights that are elsewhere between uses, and the units that they belong to.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -294,8 +296,11 @@ class ParamStore:
         first_values: FirstValues | None = None,
         offloaded: OffloadedState | HostState | None = None,
         accelerator: Accelerator | None = None,
+        offloaded_weights: tuple[OffloadedWeights, Collection[Unit]] | None = None,
     ) -> None:
         self.params, self.offloaded = dict(params), offloaded
+        self.offloaded_weights = None if offloaded_weights is None else offloaded_weights[0]
+        self.units_of_weights = () if offloaded_weights is None else offloaded_weights[1]
         self.accelerator, self.state_allocator = accelerator, state_allocator
         self.host_targets: dict[tuple[Unit, ...], HostTargets] = {}  # of a device, by the units of an optimizer
         self.read_dtypes, self.rounding, self.reduce_dtype = read_dtypes, rounding, reduce_dtype
@@ -466,6 +471,9 @@ class ParamStore:
             FlatParams(layout, params, shard, self.allocate, self.sparse_names, self.grad_check, first_values)
             for layout, shard in zip(layouts, shards, strict=True)
         ]
+        if self.offloaded_weights is not None and unit in self.units_of_weights:
+            for one in flat_params:
+                one.offload_weights(self.offloaded_weights)
         for one in flat_params if self.keeps_grads else ():
             one.own_grads.shard_allocator = self.state_allocator
         params = {**params, **{name: param for one in flat_params for name, param in one.params.items()}}
@@ -548,6 +556,21 @@ class ParamStore:
         if self.state_on_disk is not None:
             self.state_on_disk.offload(units)
 
+    def offloaded_shards(self, unit: Unit) -> list[OffloadedShard]:
+        """Return the shards of the weights of a unit that are on disk."""
+        shards = [flat_params.offloaded_shard for flat_params in self.units[unit].flat_params]
+        return [shard for shard in shards if shard is not None]
+
+    def fetch_weights(self, unit: Unit) -> None:
+        """Start to read the shard of the weights of a unit."""
+        for shard in self.offloaded_shards(unit):
+            shard.start_read()
+
+    def offload_weights(self, unit: Unit) -> None:
+        """Wait until the shard of the weights of a unit is written, if it was updated, and free its memory."""
+        for shard in self.offloaded_shards(unit):
+            shard.finish()
+
     def read_state(self, optimizer: optim.Optimizer, tensor: Tensor) -> dict[str, Any]:
         """Return the state of a tensor that an optimizer of this rank updates, wherever it is."""
         if self.offloaded is None:
@@ -576,6 +599,9 @@ class ParamStore:
             step: its number, for the random numbers of stochastic rounding.
         """
         optimizer, tensors = self.optimizer(units)
+        shards = [shard for unit in units for shard in self.offloaded_shards(unit)]
+        for shard in shards:
+            shard.load()
         if optimizer is not None:
             self.optimizer_spec.sync_options(optimizer, self.skips)
             if self.offloaded is not None:
@@ -589,6 +615,8 @@ class ParamStore:
             self.optimizer_spec.note_step(optimizer)
             for flat_params in [one for unit in units for one in self.units[unit].flat_params]:
                 flat_params.cast_masters()
+        for shard in shards:
+            shard.start_write()
         self.grad_check.drop_collected()
         for unit in units:
             if not self.keeps_grads or self.units[unit].has_shared_rows():
@@ -722,6 +750,8 @@ class ParamStore:
         self.grad_check.clear()
         for flat_params in self.flat_params():
             flat_params.reshard_weights()
+        if self.offloaded_weights is not None:
+            self.offloaded_weights.clear()
         self.unshare(None)
         self.clear_grads()
         if self.weight_versions is not None:
@@ -733,9 +763,11 @@ class ParamStore:
             storage.own_grads.keeps_shard_in_place = storage.weights.is_cpu
 
     def close(self) -> None:
-        """Give up the optimizer state, if it is on disk."""
+        """Give up the optimizer state and the weights that are on disk."""
         if self.state_on_disk is not None:
             self.state_on_disk.close()
+        if self.offloaded_weights is not None:
+            self.offloaded_weights.close()
 
     def begin_backward(self) -> None:
         """Let sinks take the gradients that are computed from now on: they belong to a step."""

@@ -36,6 +36,7 @@ from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.offload.offloaded_inputs import InputOffloadConfig
 from counterpoint.runtime.offload.offloaded_state import MASTER, OffloadConfig, find_max_target_elements
+from counterpoint.runtime.offload.offloaded_weights import WeightOffloadConfig
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.rank_builder import GradHookCheck, RunSpec, find_freed_reads, independent_replicas
 from counterpoint.runtime.rng.draw_sites import DrawSites, find_draw_sites, require_keyed, warn_unkeyed
@@ -135,8 +136,7 @@ class RunCompiler:
         """
         whole_reasons: list[PlanError] = []
         partition, state = self.partition_model(plan, inputs, read_batch, whole_reasons.append)
-        uses_rng = partition.uses_rng
-        draws = uses_rng or state.uses_other_generators
+        draws = (uses_rng := partition.uses_rng) or state.uses_other_generators
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
         options, microbatch_size = self.options, max(num_samples, 1)
         if partition.compiler is not None:
@@ -182,6 +182,7 @@ class RunCompiler:
             holds_casts=compiled.model.has_masters,
             offload=self.find_offload(compiled),
             input_offload=self.find_input_offload(compiled),
+            weight_offload=self.find_weight_offload(compiled),
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
 
@@ -379,6 +380,24 @@ class RunCompiler:
         if self.options.offload_folder is None:
             raise PlanError(f"{what} needs a folder for the inputs; give offload_folder=..., on a local disk")
         return InputOffloadConfig(str(self.options.offload_folder), self.options.timeout_s)
+
+    def find_weight_offload(self, compiled: CompiledPlan) -> WeightOffloadConfig | None:
+        """Return how the plan offloads shards of weights; None if they stay in memory.
+
+        Raises:
+            PlanError: the folder is missing, or ranks are on a device.
+        """
+        if compiled.plan.offloading is None or compiled.plan.offloading.params is None:
+            return None
+        what = f"the pass offload:params={compiled.plan.offloading.params}"
+        if any(param.device.type not in HOST_DEVICES for param in self.trained.parameters()):
+            raise PlanError(
+                f"{what} is for ranks that compute on CPUs, but the model is on a device; drop the pass, or use more "
+                "ranks in zero(n, level=3)"
+            )
+        if self.options.offload_folder is None:
+            raise PlanError(f"{what} needs a folder for the weights; give offload_folder=..., on a local disk")
+        return WeightOffloadConfig(str(self.options.offload_folder), self.options.timeout_s)
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
         """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
