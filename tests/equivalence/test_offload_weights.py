@@ -124,6 +124,20 @@ def test_a_step_that_fails_leaves_the_weights_where_they_are(tmp_path):
     assert equal_bits(params_of(model), params_of(other))
 
 
+def test_an_option_that_is_no_number_is_an_error_before_any_unit_is_updated(tmp_path):
+    model = mlp()
+    first, *others = model.parameters()
+    optimizer = optim.AdamW([{"params": [first]}, {"params": others}], lr=0.1)
+    options = {"strategy": ZERO3, "passes": ("overlap", PASS), "offload_folder": tmp_path}
+    with cp.parallelize(model, optimizer, nn.MSELoss(), **options) as step:
+        step(*batch())
+        before = params_of(model)
+        optimizer.param_groups[1]["lr"] = torch.nan
+        with pytest.raises(cp.PlanError, match="option lr is nan"):
+            step(*batch())
+        assert equal_bits(params_of(model), before)
+
+
 def test_weights_that_are_changed_between_steps_are_those_of_the_next_step(tmp_path):
     def run(**options):
         model, found = mlp(), []

@@ -120,6 +120,16 @@ def test_ranks_of_any_plan_train_the_values_of_the_plain_procedure(name, num_ran
             assert max_difference(got, plain) <= TOLERANCE, plan
 
 
+@pytest.mark.process
+def test_ranks_with_weights_on_disk_train_the_values_of_the_plain_procedure(tmp_path):
+    plain = train(materialize(on_meta(tied)), "solo")
+    options = {"passes": ("overlap", "offload:params=disk"), "offload_folder": str(tmp_path)}
+    for results in run_forked(train_on_meta, ranks=2, args=["tied", ["zero(2, level=3)"], options]):
+        assert isinstance(results, list), results
+        assert all(results[0].pop("device"))
+        assert max_difference(results[0], plain) <= TOLERANCE
+
+
 @pytest.mark.parametrize("strategy", ["solo", "zero(2, level=3)", "pipeline(2)"])
 def test_a_model_gets_its_values_at_once_where_all_ranks_are_here(strategy):
     plain = train(materialize(on_meta(tied)), "solo")

@@ -321,6 +321,7 @@ class ParamStore:
         self._swapped_units: list[Unit] = []  # whose gradient buffers this step has swapped
         self.is_shared_on_host = False
         self.in_backward = False  # whether gradients computed now belong to a step
+        self.has_checked_options = False  # in this step
         self.optimizers: dict[tuple[Unit, ...], tuple[optim.Optimizer | None, list[Tensor]]] = {}
         self._known_state_dtypes: dict[tuple[int, torch.dtype, int], StateDtypes] = {}
         self._have_state: set[tuple[Unit, ...]] = set()  # whose optimizer has allocated its state
@@ -374,7 +375,7 @@ class ParamStore:
         for flat_params in self.flat_params() if self.keeps_grads else ():
             flat_params.grads.clear()
         self._swapped_units.clear()
-        self.skips = None
+        self.skips, self.has_checked_options = None, False
         self.grad_check.begin_step()
         for unit_params in self.units.values():
             unit_params.skipped.clear()
@@ -516,14 +517,15 @@ class ParamStore:
         return {**dtypes, MASTER: dtype} if has_masters else dtypes
 
     def open_offloaded(self, optimizer_groups: Iterable[tuple[Unit, ...]]) -> None:
-        """Make room for the state of all optimizers, if it is offloaded.
+        """Make all optimizers if state or weights are offloaded, and room for their state.
 
         Args:
             optimizer_groups: the units of each optimizer.
         """
-        if self.offloaded is not None:
+        if self.offloaded is not None or self.offloaded_weights is not None:
             for units in optimizer_groups:
                 self.optimizer(units)
+        if self.offloaded is not None:
             if self.state_on_disk is not None:
                 self.state_on_disk.open()
             self._offload_masters(self.offloaded)
@@ -599,6 +601,8 @@ class ParamStore:
             step: its number, for the random numbers of stochastic rounding.
         """
         optimizer, tensors = self.optimizer(units)
+        if self.offloaded_weights is not None and not self.has_checked_options:
+            self._require_finite_options()
         shards = [shard for unit in units for shard in self.offloaded_shards(unit)]
         for shard in shards:
             shard.load()
@@ -621,6 +625,18 @@ class ParamStore:
         for unit in units:
             if not self.keeps_grads or self.units[unit].has_shared_rows():
                 self.units[unit].clear_grads()
+
+    def _require_finite_options(self) -> None:
+        """Check the options of all optimizers before the first one updates, which one optimizer of all units would do.
+
+        Raises:
+            PlanError: an option is not a finite number.
+        """
+        self.has_checked_options = True
+        for optimizer, _ in self.optimizers.values():
+            if optimizer is not None and find_fused_groups(optimizer) is not None:
+                self.optimizer_spec.sync_options(optimizer, self.skips)
+                require_finite_options(optimizer)
 
     def _update_whole(
         self, optimizer: optim.Optimizer, tensors: list[Tensor], units: tuple[Unit, ...], step: int
