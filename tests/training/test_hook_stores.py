@@ -1,5 +1,6 @@
 """Losses of what a forward hook keeps, and writes through .data: exact where the model itself runs, else refused."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -115,16 +116,50 @@ def test_functions_are_not(kind):
     assert max_difference(train(kind, "data(2)"), train(kind, "plain")) < 1e-12
 
 
-def test_a_value_without_a_gradient_may_be_kept():
+def test_a_value_without_a_gradient_may_be_kept_but_is_not_in_a_trace():
+    """It was that of a run before the first step."""
     model, expected, kept = build_seeded(Net), build_seeded(Net), []
     model.first.register_forward_hook(lambda _module, _inputs, output: kept.append(output.detach()))
-    with cp.parallelize(model, SGD, F.cross_entropy, strategy="pipeline(2)") as step:
+    with (
+        cp.parallelize(model, SGD, F.cross_entropy, strategy="pipeline(2)") as step,
+        pytest.warns(UserWarning, match="hook of module 'first' keeps what it sees, but under .* calls no hooks"),
+    ):
         step(X, Y)
-    assert kept
+    assert not kept
     optimizer = SGD(expected.parameters())
     F.cross_entropy(expected(X), Y).backward()
     optimizer.step()
     assert max_difference(params_of(model), params_of(expected)) < 1e-12
+
+
+class Chain(Net):
+    """Counts samples in a list of a dict by layer, and in a queue of a fixed length."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 3)
+        self.by_layer: list[Any] = [defaultdict(list), deque(maxlen=99)]
+        lists, queue = self.by_layer
+        self.first.register_forward_hook(lambda _module, _inputs, output: lists["first"].append(len(output)))
+        self.second.register_forward_pre_hook(lambda _module, inputs: queue.append(len(inputs[0])))
+
+    def forward(self, x):
+        return self.last(super().forward(x))
+
+
+@pytest.mark.parametrize(("plan", "num_microbatches"), [("solo", 1), ("solo", 3), ("data(2)", 1), ("zero2(2)", 2)])
+def test_hooks_keep_what_training_has_shown_them_and_no_more(plan, num_microbatches):
+    """Lists had an entry for each run that has inspected the model before the first step, some with other values."""
+    model = build_seeded(Chain)
+    lists, queue = model.by_layer
+    calls = []
+    with cp.parallelize(model, SGD, F.cross_entropy, strategy=plan, num_microbatches=num_microbatches) as step:
+        for _ in range(3):
+            step(X, Y)
+            calls.append((list(lists["first"]), list(queue)))
+            lists.clear()
+            queue.clear()
+    assert calls[0] == calls[1] == calls[2]
 
 
 class Decaying(Net):

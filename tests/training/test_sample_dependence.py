@@ -221,6 +221,36 @@ def test_outputs_that_depend_on_the_number_of_samples_are_refused(kind, strategy
         train(kind(), features(6, 4), strategy, num_microbatches)
 
 
+class OtherFactorForManyWithAHook(OtherFactorForMany):
+    def __init__(self):
+        super().__init__()
+        self.last.register_forward_hook(lambda *_: None)
+
+
+class AHookWithAnotherFactorForMany(Independent):
+    def __init__(self):
+        super().__init__()
+        self.last.register_forward_hook(lambda _module, _inputs, output: output * 2 if len(output) > 4 else None)
+
+
+class OtherFactorForManyWithAValue(OtherFactorForMany):
+    """Reads a value, of which there are none on the meta device."""
+
+    def forward(self, x):
+        self.largest = x.abs().max().item()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "kind", [OtherFactorForManyWithAHook, AHookWithAnotherFactorForMany, OtherFactorForManyWithAValue]
+)
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("solo", 6), ("data(2)", 1)])
+def test_the_number_of_samples_is_checked_with_hooks_and_values_too(kind, strategy, num_microbatches):
+    """Any hook, and any value that the forward reads, have omitted the check."""
+    with pytest.raises(PlanError, match="of its largest value with the same samples repeated to 6;"):
+        train(kind(), features(6, 4), strategy, num_microbatches)
+
+
 @pytest.mark.parametrize("num_microbatches", [2, 3, 6])
 @pytest.mark.parametrize("kind", [Independent, OtherInTraining, GradientsClippedEach, LoopsOverSamples])
 def test_independent_samples_are_not_refused(kind, num_microbatches):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.device.select import accelerator_for
 from counterpoint.errors import DataError, PlanError
+from counterpoint.partitioning.hook_state import preserve_hook_stores
 from counterpoint.partitioning.own_generators import find_generators, preserve_generators
 
 Inputs: TypeAlias = Any
@@ -261,6 +262,8 @@ def preserve_state(
 ) -> Iterator[None]:
     """Restore the model's buffers, plain attributes, training flags, own generators and the random state afterwards.
 
+    What forward hooks have written to is restored, too.
+
     Args:
         model: the model.
         training: the mode that it is in inside.
@@ -275,6 +278,7 @@ def preserve_state(
         training_mode(model, training=training),
         preserve_device_rng(devices),
         preserve_generators(generators),
+        preserve_hook_stores(model),
         torch.no_grad(),
     ):
         try:

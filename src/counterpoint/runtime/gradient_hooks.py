@@ -1,17 +1,13 @@
-"""Functions that a user registers as hooks: what they can write to, and whether those on gradients are linear."""
+"""Functions that a user registers as hooks on gradients: whether they are linear."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from counterpoint.partitioning.hook_state import preserve_stores
 from counterpoint.runtime.gradient_code import gradient_errors
 from counterpoint.runtime.loss.loss_state import LossState
 
@@ -60,64 +56,3 @@ def is_linear_hook(hook: Callable[[Tensor], Tensor | None], param: Tensor) -> bo
             ):
                 return False
     return True
-
-
-@contextmanager
-def preserve_stores(hook: Callable[..., object]) -> Iterator[None]:
-    """Restore the closure, collections and attributes that a hook can write to afterwards."""
-    before = [(store, read_store(store)) for store in find_stores(hook)]
-    try:
-        yield
-    finally:
-        for store, values in before:
-            write_store(store, values)
-
-
-def find_stores(hook: Callable[..., object]) -> Iterator[Any]:
-    """Yield what a hook can write to: cells of its closure, collections, and objects with attributes."""
-    if isinstance(hook, partial):
-        for value in (*hook.args, *hook.keywords.values()):
-            yield from _as_store(value)
-        yield from find_stores(hook.func)
-    elif isinstance(hook, MethodType):
-        yield from _as_store(hook.__self__)
-    elif isinstance(hook, FunctionType):
-        for cell in hook.__closure__ or ():
-            yield cell
-            yield from _as_store(read_store(cell))
-        for name in hook.__code__.co_names:
-            yield from _as_store(hook.__globals__.get(name))
-        for value in hook.__defaults__ or ():
-            yield from _as_store(value)
-    else:
-        yield from _as_store(hook)
-
-
-def _as_store(value: object) -> Iterator[Any]:
-    is_object = hasattr(value, "__dict__") and not isinstance(
-        value, type | FunctionType | ModuleType | nn.Module | Tensor
-    )
-    if type(value) in {list, dict, set} or is_object:
-        yield value
-
-
-def read_store(store: Any) -> Any:  # noqa: ANN401 - whatever a hook has
-    """Return a copy of what a store has."""
-    if isinstance(store, CellType):
-        try:
-            return store.cell_contents
-        except ValueError:  # empty
-            return None
-    return copy.copy(store if type(store) in {list, dict, set} else vars(store))
-
-
-def write_store(store: Any, values: Any) -> None:  # noqa: ANN401 - as above
-    """Give a store the values of a copy."""
-    if isinstance(store, CellType):
-        store.cell_contents = values
-    elif type(store) is list:
-        store[:] = values
-    else:
-        target = store if type(store) in {dict, set} else vars(store)
-        target.clear()
-        target.update(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,27 +137,31 @@ def _find_dependence_on_number(
     """Return how outputs change where samples are repeated to as many as the batch has; None if they do not."""
     compare = partial(_compare_with_repeated, model, inputs, num_microbatches, cuts_lists=cuts_lists)
     with suppress(Exception), run_eagerly(model), preserve_state(model, training=False):  # which need not take them
-        if (found := compare()) is not None:
+        if (found := compare(DrawRecorder())) is not None:
             return found
-    with suppress(Exception), run_eagerly(model), training_without_draws(model):
-        return compare() if any(module.training for module in model.modules()) else None
+    with suppress(Exception), run_eagerly(model), training_without_draws(model) as draws:
+        return compare(draws) if any(module.training for module in model.modules()) else None
     return None
 
 
 def _compare_with_repeated(
-    model: nn.Module, inputs: Inputs, num_microbatches: int, *, cuts_lists: bool
+    model: nn.Module, inputs: Inputs, num_microbatches: int, draws: DrawRecorder, *, cuts_lists: bool
 ) -> Dependence | None:
-    """Return what ``_find_dependence_on_number`` does, for the mode that the model is in."""
+    """Return what ``_find_dependence_on_number`` does, for the mode that the model is in; ``draws`` records its own."""
     size = num_samples(inputs)
     batch_size = size * num_microbatches
     runs_on_half = size < 2 or _runs(model, _resize_batch(inputs, 0, size // 2, cuts_lists=cuts_lists))
-    if runs_on_half and (
-        has_forward_hooks(model) or calls_the_same(model, inputs, num_microbatches, cuts_lists=cuts_lists)
-    ):
+    calls = CallsForNumber.compare(model, inputs, num_microbatches, cuts_lists=cuts_lists)
+    is_suspect = calls is CallsForNumber.OTHER or not runs_on_half
+    if calls is CallsForNumber.SAME and not is_suspect and not _has_forward_hooks(model):
         return None
-    one, whole, again = (
-        _run_model(model, repeat_samples(inputs, size, times, cuts_lists=cuts_lists))
-        for times in (1, num_microbatches, 1)
+    with UnkeyedDrawDetector(draws):
+        one = _run_model(model, repeat_samples(inputs, size, 1, cuts_lists=cuts_lists))
+    is_too_large = _count_elements((inputs, one)) * num_microbatches > MAX_ELEMENTS
+    if draws.unkeyed or (not is_suspect and (is_too_large or draws.draws)):  # constants may depend on the number, too
+        return None
+    whole, again = (
+        _run_model(model, repeat_samples(inputs, size, times, cuts_lists=cuts_lists)) for times in (num_microbatches, 1)
     )
     rounding = find_rounding(model)
     if _largest_error(again, one, range(size), size, rounding):
@@ -165,24 +170,66 @@ def _compare_with_repeated(
     return Dependence(error, f"with the same samples repeated to {batch_size}") if error else None
 
 
-def has_forward_hooks(model: nn.Module) -> bool:
-    """Tell whether there are hooks, which may keep what they see, and should see no tensors without values."""
+MAX_ELEMENTS = 4_000_000
+"""Of inputs and outputs of a batch on which a model is run because it is unknown what it calls for as many samples."""
+
+
+def _count_elements(values: object) -> int:
+    """Return the number of elements of all tensors in a nest."""
+    return sum(leaf.numel() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _has_forward_hooks(model: nn.Module) -> bool:
+    """Tell whether there are hooks, which may depend on the number of samples."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # noqa: SLF001 - there is no other way to see them
 
 
-def calls_the_same(model: nn.Module, inputs: Inputs, times: int, *, cuts_lists: bool = False) -> bool:
-    """Tell whether a model, on torch's meta device, calls the same functions for samples that are repeated.
+@contextmanager
+def _without_forward_hooks(model: nn.Module) -> Iterator[None]:
+    """Run without hooks, which may keep what they see, and should see no tensors without values."""
+    hooks = [
+        (own, dict(own))
+        for module in model.modules()
+        for own in (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001 - as above
+        if own
+    ]
+    try:
+        for own, _ in hooks:
+            own.clear()
+        yield
+    finally:
+        for own, values in hooks:
+            own.update(values)
 
-    Args:
-        model: the module; its attributes are restored.
-        inputs: of some samples.
-        times: how often they are repeated.
-        cuts_lists: whether lists have an entry for each sample.
-    """
-    with without_dynamo_import():  # which operations on the meta device would import
-        on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
-        repeated = repeat_samples(on_meta, num_samples(inputs), times, cuts_lists=cuts_lists)
-        return _calls(model, on_meta) == _calls(model, repeated)
+
+class CallsForNumber(Enum):
+    """Whether a model calls the same functions for as many samples as the batch has."""
+
+    SAME = "same"
+    OTHER = "other"
+    UNKNOWN = "unknown"
+
+    @staticmethod
+    def compare(model: nn.Module, inputs: Inputs, times: int, *, cuts_lists: bool = False) -> CallsForNumber:
+        """Run a model, without its hooks, on torch's meta device, where nothing is computed.
+
+        Args:
+            model: the module; its attributes are restored.
+            inputs: of some samples.
+            times: how often they are repeated.
+            cuts_lists: whether lists have an entry for each sample.
+
+        Returns:
+            ``UNKNOWN`` for a model that does not run there.
+        """
+        try:
+            with without_dynamo_import():  # which operations on the meta device would import
+                on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
+                repeated = repeat_samples(on_meta, num_samples(inputs), times, cuts_lists=cuts_lists)
+                is_same = _calls(model, on_meta) == _calls(model, repeated)
+        except Exception:  # noqa: BLE001 - a model need not run without values
+            return CallsForNumber.UNKNOWN
+        return CallsForNumber.SAME if is_same else CallsForNumber.OTHER
 
 
 def _runs(model: nn.Module, inputs: Inputs) -> bool:
@@ -200,7 +247,7 @@ def _calls(model: nn.Module, inputs: Inputs) -> list[Any]:
     values = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
     args, kwargs = split_call_args(inputs)
     try:
-        with replace_tensors(model, values), recorder:
+        with replace_tensors(model, values), _without_forward_hooks(model), recorder:
             model(*args, **kwargs)
     finally:
         attributes.restore()
@@ -278,18 +325,19 @@ FACTORS = (16, -16, 0)
 
 
 @contextmanager
-def training_without_draws(model: nn.Module) -> Iterator[None]:
+def training_without_draws(model: nn.Module) -> Iterator[DrawRecorder]:
     """Put the user's modules into training mode, where they draw constants; torch's modules into evaluation mode.
 
     Args:
         model: the module; its state is preserved.
     """
-    with preserve_state(model), InterceptFunctions(random_functions(DrawRecorder())):
+    draws = DrawRecorder()
+    with preserve_state(model), InterceptFunctions(random_functions(draws)):
         for module in model.modules():
             kinds = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)  # noqa: SLF001 - their common base classes
             if type(module).__module__.startswith("torch.") or isinstance(module, kinds):
                 module.training = False
-        yield
+        yield draws
 
 
 class HostReadDetector(TorchFunctionMode):

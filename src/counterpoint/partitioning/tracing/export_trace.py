@@ -37,6 +37,7 @@ from counterpoint.partitioning.dry_run import (
     training_mode,
 )
 from counterpoint.partitioning.fx_ops import note_bodies
+from counterpoint.partitioning.hook_state import preserve_hook_stores
 from counterpoint.partitioning.input_shapes import lift_sizes
 from counterpoint.partitioning.module_casts import abort_forward
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE
@@ -279,7 +280,8 @@ def export_graph(
     detector = CustomBackwardDetector(open_calls)
     kept_values = KeptValues(model)
     tracking = _track_calls(model, open_calls, detector, kept_values)
-    with training_mode(model, training=training), tracking as stripped_types, silence_export(), detector:
+    hooks = preserve_hook_stores(model)
+    with training_mode(model, training=training), hooks, tracking as stripped_types, silence_export(), detector:
         _require_fixed_momentum(model)
         try:
             with without_networkx():

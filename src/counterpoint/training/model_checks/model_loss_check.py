@@ -28,8 +28,7 @@ from counterpoint.runtime.loss.loss_reduction import LossFunction, ReductionReco
 from counterpoint.runtime.loss.new_values import NewValues
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource, slice_samples
 from counterpoint.runtime.sample_independence import (
-    calls_the_same,
-    has_forward_hooks,
+    CallsForNumber,
     repeat_samples,
     training_without_draws,
 )
@@ -203,10 +202,10 @@ def _compute_repeated(
     """Return the loss of samples that are repeated; None if the model does the same for them, or is too large."""
     inputs, targets = (repeat_samples(values, samples.num_samples, times, cuts_lists=True) for values in samples[:2])
     num_elements = sum(leaf.numel() for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, Tensor))
-    if times < 2 or has_forward_hooks(model) or num_elements > MAX_REPEATED_ELEMENTS:
+    if times < 2 or num_elements > MAX_REPEATED_ELEMENTS:
         return None
-    with suppress(Exception), run_eagerly(model):  # a model need not run on the meta device
-        if calls_the_same(model, as_call_args(samples.inputs), times, cuts_lists=True):
+    with run_eagerly(model):
+        if CallsForNumber.compare(model, as_call_args(samples.inputs), times, cuts_lists=True) is CallsForNumber.SAME:
             return None
     with suppress(Exception):  # nor on more samples
         return compute(Samples(inputs, targets, samples.num_samples * times))

@@ -432,7 +432,9 @@ class LocalRanks:
             require_copyable_model(self.model, partition, str(self.plan), remedy)
         is_traced = isinstance(partition, TracedPartition)
         if copies_model or is_traced or not (isinstance(partition, WholeModel) or self.plan.num_ranks == 1):
-            require_no_kept_outputs(self.model, as_call_args(inputs), str(self.plan), are_copied=copies_model)
+            require_no_kept_outputs(
+                self.model, as_call_args(inputs), str(self.plan), are_copied=copies_model, are_traced=is_traced
+            )
         for fabric in self.world.fabrics:
             fabric.connect_groups(self.groups)
             own_partition, model = partition, self.trained
