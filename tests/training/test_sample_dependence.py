@@ -221,6 +221,32 @@ def test_outputs_that_depend_on_the_number_of_samples_are_refused(kind, strategy
         train(kind(), features(6, 4), strategy, num_microbatches)
 
 
+class BranchOnALargeSum(Layers):
+    """Of batches with small values, 16 times as large ones take the same side."""
+
+    def forward(self, x):
+        return self.last(self.first(x) * (2 if x.abs().sum() > 10 else 1))
+
+
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("server(2)", 1)])
+def test_a_branch_that_no_side_of_the_first_batch_has_shown_is_refused_later(strategy, num_microbatches):
+    """Only the first batch was looked at."""
+    model, x, targets = BranchOnALargeSum(), features(6, 4), torch.ones(6, 2)
+    assert x[:3].abs().sum() < 10 < x.abs().sum()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.mse_loss, strategy=strategy, num_microbatches=num_microbatches) as step:
+        step(x / 1000, targets)
+        with pytest.raises(PlanError, match="depends on the other samples of its batch"):
+            step(x, targets)
+
+
+def test_values_that_change_no_side_are_read_in_every_step():
+    model, x, targets = OtherInTraining(), features(6, 4), torch.ones(6, 2)
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, num_microbatches=2) as step:
+        losses = [step(x * factor, targets) for factor in (1, 2, 16, -1, 0)]
+    assert len(losses) == 5
+
+
 class OtherFactorForManyWithAHook(OtherFactorForMany):
     def __init__(self):
         super().__init__()

@@ -39,7 +39,7 @@ def require_sample_independence(
     plan: str,
     num_microbatches: int,
     read_batch: Callable[[], Inputs] | None = None,
-) -> None:
+) -> bool:
     """Check that a model's output for a sample does not depend on the other samples, in evaluation and in training.
 
     The model runs in evaluation mode on one microbatch and on each of its halves; and on the first half together with
@@ -66,19 +66,23 @@ def require_sample_independence(
         num_microbatches: number of microbatches of a batch.
         read_batch: returns the inputs of the whole batch; None if they cannot be read.
 
+    Returns:
+        Whether Python code of the forward reads values of tensors, by which other batches may take another branch.
+
     Raises:
         PlanError: it does depend on them.
     """
     if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
-        return
+        return False
+    reads = HostReadDetector()
     found = [
-        _find_dependence(model, inputs, read_batch, cuts_lists=cuts)
+        _find_dependence(model, inputs, read_batch, reads, cuts_lists=cuts)
         or _find_dependence_on_number(model, inputs, num_microbatches, cuts_lists=cuts)
         for cuts in _ways_to_cut(inputs)
     ]
     dependence = found[0]
     if dependence is None or None in found:
-        return
+        return reads.has_read
     raise PlanError(
         f"the output of {type(model).__name__} for a sample depends on the other samples of its batch: it changes "
         f"by {dependence.error:.1e} of its largest value {dependence.when}; {plan} computes a batch as "
@@ -107,14 +111,28 @@ def _ways_to_cut(inputs: Inputs) -> Sequence[bool]:
 
 
 def _find_dependence(
-    model: nn.Module, inputs: Inputs, read_batch: Callable[[], Inputs] | None, *, cuts_lists: bool
+    model: nn.Module,
+    inputs: Inputs,
+    read_batch: Callable[[], Inputs] | None,
+    reads: HostReadDetector,
+    *,
+    cuts_lists: bool,
 ) -> Dependence | None:
-    """Return how outputs depend on other samples; None if they do not, or if that is unknown."""
+    """Return how outputs depend on other samples; None if they do not, or if that is unknown.
+
+    Args:
+        model: to run.
+        inputs: of a microbatch.
+        read_batch: returns the inputs of the whole batch; None if they cannot be read.
+        reads: finds out whether Python code reads values.
+        cuts_lists: whether lists have an entry for each sample.
+    """
     cut = partial(_resize_batch, inputs, cuts_lists=cuts_lists)
     batch_size = max(num_samples(inputs), 2)
     with preserve_state(model, training=False):
         try:
-            outputs = _run_model(model, cut(0, batch_size))
+            with reads:
+                outputs = _run_model(model, cut(0, batch_size))
             found = _find_dependence_in_mode(model, cut, batch_size, outputs)
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             if num_samples(inputs) > 1 or read_batch is None:
@@ -123,7 +141,6 @@ def _find_dependence(
     if found is not None:
         return found
     with suppress(Exception), training_without_draws(model):  # training raises it again, with its location
-        reads = HostReadDetector()
         with reads:
             trained = _run_model(model, cut(0, batch_size))
         is_other = len(trained) != len(outputs) or not all(map(torch.equal, trained, outputs))

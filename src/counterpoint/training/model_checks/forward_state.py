@@ -31,6 +31,7 @@ class ForwardState:
         scales_by_frequency: whether it divides gradients of a table by how often the batch has an index.
         changed_inputs: the indices of the tensors among its inputs that it changes in place.
         changed_params: names of the parameters that it changes in place.
+        reads_values: whether its Python code reads values of tensors, if that is known.
     """
 
     attributes: tuple[str, ...] = ()
@@ -39,6 +40,7 @@ class ForwardState:
     scales_by_frequency: bool = False
     changed_inputs: tuple[int, ...] = ()
     changed_params: tuple[str, ...] = ()
+    reads_values: bool = False
 
     @staticmethod
     def find(model: nn.Module, inputs: Inputs) -> ForwardState:

@@ -238,7 +238,8 @@ class LocalRanks:
         self.compiled: CompiledPlan | None = None
         self.global_num_microbatches = 0  # microbatches in one step of all ranks, once built
         self.run_spec: RunSpec | None = None
-        self.uses_rng = True
+        # whether the model draws, and whether its forward reads values, by which it may branch, once compiled
+        self.uses_rng, self.reads_values = True, False
         self.ranks: dict[int, RankRuntime] = {}
         self.model_tensors: dict[str, Tensor] = {}  # parameters and buffers of the user's model, once built
         # whether steps apply the gradients of the step before, once built, and whether some are still to be applied
@@ -392,6 +393,7 @@ class LocalRanks:
         with self.accelerator.as_current():
             run = self.compiler.compile(self.plan, self.buckets, to_device(inputs), num_samples, fabric, read_batch)
         self.compiled, self.run_spec, self.uses_rng = run.compiled, run.run_spec, run.uses_rng
+        self.reads_values = run.reads_values
         self.global_num_microbatches = len(run.compiled.program.micros)
         self.delays_grads = self.plan.sync_schedule.staleness > 0
         self.in_flight = InFlightBatches.for_variant(run.compiled.step_variants[-1])
@@ -624,8 +626,7 @@ class LocalRanks:
             return replaced
         with stop_others_on_error(self.world):
             changes = self.prepare_step(batch)
-        if self.model_loss_check is not None:
-            self.require_model_loss(self.model_loss_check, batch)
+        self.require_divisible(number, batch)
         for step, own in find_batches(number, batch).items():
             self.copy_ahead(step, own)  # for all ranks, before the first one computes
         variant = self.variant_at(number)
@@ -756,6 +757,34 @@ class LocalRanks:
         """
         if check.is_watched:
             check.check(batch, self.own_micros(batch), has_weights=not self.released_params.versions)
+
+    def require_divisible(self, number: int, batch: MicrobatchSource) -> None:
+        """Check that the loss and the branches of a forward are those of the whole batch.
+
+        Args:
+            number: of the step.
+            batch: what it reads.
+
+        Raises:
+            DataError: a loss that the model computes does not add up over microbatches.
+            PlanError: a branch depends on several samples of the batch.
+        """
+        if self.model_loss_check is not None:
+            self.require_model_loss(self.model_loss_check, batch)
+        if self.reads_values and number > 0 and number & (number - 1) == 0:
+            self.require_same_branches(batch)
+
+    def require_same_branches(self, batch: MicrobatchSource) -> None:
+        """Check, in steps 1, 2, 4, 8 and so on, that no branch of the forward depends on several samples of the batch.
+
+        Raises:
+            PlanError: one does.
+        """
+        if not self.released_params.versions and (own := self.own_micros(batch)):
+            with without_stale_reads(), self.accelerator.as_current(), run_eagerly(self.model):
+                self.compiler.require_sample_independence(
+                    self.plan, self.accelerator.to_device(clone_tensors(batch.inputs(own[0])))
+                )
 
     def example_micro(self, batch: MicrobatchSource) -> int:
         """Return a microbatch that this process can read; one with samples, if it computes any."""

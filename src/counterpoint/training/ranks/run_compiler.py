@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,7 @@ class CompiledRun:
         run_spec: what each rank is built of.
         uses_rng: whether the model draws random numbers.
         changed_inputs: the indices of the input tensors that a forward changes in place.
+        reads_values: whether Python code of the forward reads values of tensors, as a condition of an ``if`` does.
     """
 
     partition: PartitionedModel
@@ -92,6 +93,7 @@ class CompiledRun:
     run_spec: RunSpec
     uses_rng: bool
     changed_inputs: tuple[int, ...] = ()
+    reads_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ class RunCompiler:
             input_offload=self.find_input_offload(compiled),
             weight_offload=self.find_weight_offload(compiled),
         )
-        return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs)
+        return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs, state.reads_values)
 
     def partition_model(
         self,
@@ -225,14 +227,33 @@ class RunCompiler:
             require_whole_bags(self.model, inputs, plan, partial(self.run_forward, inputs))
             require_no_frequency_scaling(self.model, plan, is_used=state.scales_by_frequency)
         if self.may_cut_batches() and not state.uses_other_generators:
-            require_sample_independence(
-                self.model,
-                as_call_args(inputs),
-                str(plan),
-                plan.global_num_microbatches,
-                None if read_batch is None else lambda: as_call_args(read_batch()),
-            )
+            reads_values = self.require_sample_independence(plan, inputs, read_batch)
+            state = replace(state, reads_values=reads_values and not is_traced)
         return partition, state
+
+    def require_sample_independence(
+        self,
+        plan: Plan,
+        inputs: Any,  # noqa: ANN401 - as above
+        read_batch: Callable[[], Any] | None = None,
+    ) -> bool:
+        """Check that outputs for samples do not depend on others; see :func:`require_sample_independence`.
+
+        Args:
+            plan: the plan.
+            inputs: the model's inputs for one microbatch.
+            read_batch: returns the inputs of the whole batch; None if they cannot be read.
+
+        Returns:
+            Whether the forward reads values of tensors.
+        """
+        return require_sample_independence(
+            self.model,
+            as_call_args(inputs),
+            str(plan),
+            plan.global_num_microbatches,
+            None if read_batch is None else lambda: as_call_args(read_batch()),
+        )
 
     def may_cut_batches(self) -> bool:
         """Return whether samples are independent and along dim 0 as far as the user says, so that it can be checked."""
