@@ -20,7 +20,11 @@ from counterpoint.device.event_clock import DeviceSpan
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | dict[str, Json] | None"
 Group: TypeAlias = tuple[int, ...]
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
-"""Reduction of a collective. ``mean`` is a sum that is scaled and rounded once. NaN propagates, also in max and min."""
+"""Reduction of a collective. ``mean`` is a sum that is scaled. NaN propagates, also in max and min.
+
+Sums of 16-bit floats are added up in 32 bits and rounded once; a reduce-scatter among hosts with several members each
+rounds the sum of each host, too.
+"""
 
 
 class Work(ABC):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+LOW_PRECISION = {torch.bfloat16, torch.float16}
+"""Floats of 16 bits, which are added up in 32 bits; a sum is rounded once, at its end."""
 PIECE_ELEMENTS = 1 << 16
 """That are reduced at a time, while they are in the cache."""
 
@@ -21,7 +23,7 @@ def reduce_in_order_into(target: Tensor, tensors: Sequence[Tensor], op: str) -> 
 def reduce_in_order(tensors: Sequence[Tensor], op: str) -> Tensor:
     """Return ``((t0 + t1) + t2) + …``, or the mean, max or min, in new memory; round to the dtype once, at the end."""
     combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
-    is_narrow = tensors[0].dtype in {torch.bfloat16, torch.float16}  # added up in 32 bits, rounded once, at the end
+    is_narrow = tensors[0].dtype in LOW_PRECISION
     total = combine(tensors[0].float(), tensors[1].float()) if is_narrow else combine(tensors[0], tensors[1])
     for tensor in tensors[2:]:
         combine(total, tensor, out=total)

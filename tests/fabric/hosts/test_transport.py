@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from counterpoint.errors import PeerError
+from counterpoint.fabric.cast_reductions import start_cast_all_reduce
 from counterpoint.fabric.shm.native import native
 from tests.fabric.run_ranks import on_hosts, on_local
 
@@ -169,3 +170,62 @@ def test_who_waits_for_another_host_takes_in_what_its_own_host_sends():
     began = time.monotonic()
     assert on_hosts((0, 0, 1, 1), in_a_circle, 4)[0] == 1 + (4 << 20)
     assert time.monotonic() - began < 8
+
+
+class CountingConnection:
+    """A connection between hosts that counts the bytes that this member sends to others."""
+
+    def __init__(self, gloo):
+        self.gloo, self.num_bytes = gloo, 0
+
+    def __getattr__(self, name):
+        return getattr(self.gloo, name)
+
+    def alltoall_base(self, received, sent, incoming, outgoing, options):
+        self.num_bytes += sum(outgoing)
+        return self.gloo.alltoall_base(received, sent, incoming, outgoing, options)
+
+    def allreduce(self, tensors, options):
+        self.num_bytes += sum(2 * one.nbytes * (self.gloo.size() - 1) // self.gloo.size() for one in tensors)
+        return self.gloo.allreduce(tensors, options)
+
+
+def draw(rank):
+    return torch.randn(4000, generator=torch.Generator().manual_seed(rank))
+
+
+def count_sum(dtype, fabric):
+    """Return the sum of all ranks' numbers in a dtype, and the bytes that this rank sends to other hosts for it."""
+    group, whole = tuple(range(fabric.num_ranks)), draw(fabric.rank)
+    fabric.connect_groups([group])
+    inter = fabric._routes[group].inter
+    inter.gloo = counting = CountingConnection(inter.gloo)
+    if dtype is None:
+        fabric.all_reduce("sum", whole, group).wait()
+    else:
+        start_cast_all_reduce(fabric, "sum", whole, whole.to(dtype), group).wait()
+    return whole.tolist(), counting.num_bytes
+
+
+@pytest.mark.long(quick=["bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_sums_in_16_bits_halve_what_hosts_send_and_round_the_sum_of_each_host(dtype):
+    """They were sent as 32 bits: three quarters of the bytes of float32."""
+    wide, narrow = (on_hosts((0, 0, 1, 1), partial(count_sum, one), 4) for one in (None, dtype))
+    numbers = [draw(rank).to(dtype).float() for rank in range(4)]
+    of_hosts = [(first + second).to(dtype).float() for first, second in (numbers[:2], numbers[2:])]
+    assert [num_bytes for _, num_bytes in wide] == [4000 * 4 // 2] * 4
+    assert [num_bytes for _, num_bytes in narrow] == [4000 * 2 // 2] * 4
+    assert [whole for whole, _ in narrow] == [sum(of_hosts).to(dtype).float().tolist()] * 4
+
+
+def average_large(fabric):
+    """Return the own range of a mean of numbers whose sum is infinite in fp16."""
+    whole = torch.full((8,), 40_000.0 + 64 * fabric.rank, dtype=torch.float16)
+    fabric.reduce_scatter("mean", whole, [0, 2, 4, 6, 8], (0, 1, 2, 3), "mean").wait()
+    return whole[2 * fabric.rank :][:2].tolist()
+
+
+@pytest.mark.long
+def test_a_mean_in_16_bits_is_finite_where_the_sum_of_a_host_is_not():
+    assert on_hosts((0, 0, 1, 1), average_large, 4) == [[40_096.0] * 2] * 4

@@ -10,6 +10,7 @@ from torch import nn
 from counterpoint.errors import DataError, PlanError, ProgramError
 from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.runtime.loss.loss_scale import DynamicLossScale
+from counterpoint.runtime.microbatches import SlicedBatch
 from counterpoint.runtime.params.flat_layout import build_layouts
 from counterpoint.runtime.state_dict import gather_weights
 from tests.runtime.comm.test_bytes_sent import RingFabric
@@ -134,6 +135,22 @@ def test_nothing_narrow_is_left_between_steps_and_gradients_are_not_shared(num_r
         assert fabric.reduced
         assert all(tensor() is None for tensor in fabric.reduced)
         assert not any(flat_params.grads.is_shared for flat_params in flat_params_of(one.ranks[0]))
+
+
+@pytest.mark.parametrize("passes", [(), ("overlap",)])
+def test_gradients_of_weights_in_bf16_are_reduced_as_casts_are(passes):
+    """Transports' own all-reduces send 32 bits for them."""
+
+    def batch(num_micros):
+        inputs, targets = (torch.ones(num_micros, WIDTH).bfloat16() for _ in range(2))
+        return SlicedBatch((inputs, targets), tuple((index, index + 1) for index in range(num_micros)))
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).bfloat16()
+    with build_local_ranks("data(2)", model=model, passes=passes, batches=batch, share_params_on_host=False) as one:
+        communication = one.ranks[0].interpreter.communication
+        communication.fabric = communication.overlap.fabric = fabric = RememberingFabric(communication.fabric)
+        one.step(0, batch(2))
+    assert fabric.reduced
 
 
 OVERFLOWING = "the sum of gradients over microbatches and ranks is not finite on rank 0, although they are"

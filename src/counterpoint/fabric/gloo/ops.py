@@ -19,8 +19,8 @@ from counterpoint.fabric.c10d import (
     ReduceOp,
 )  # fmt: skip
 from counterpoint.fabric.fabric import Reduction
+from counterpoint.fabric.reductions import LOW_PRECISION
 
-LOW_PRECISION = {torch.bfloat16, torch.float16}
 SAME_WIDTH_INT = {torch.float32: torch.int32, torch.float64: torch.int64}  # as wide
 
 

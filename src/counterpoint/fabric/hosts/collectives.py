@@ -253,12 +253,15 @@ def all_reduce(
 def reduce_scatter(
     operation: CollectiveSignature, whole: Tensor, op: Reduction, intra: IntraHost, inter: InterHost
 ) -> list[StartStage]:
-    """Return the stages: reduce-scatter within hosts, exchange between members of equal local index (uniform hosts)."""
+    """Return the stages: reduce-scatter within hosts, exchange between members of equal local index (uniform hosts).
+
+    What hosts exchange has the dtype of the tensor, so that a 16-bit sum is rounded twice: that of a host before it is
+    sent, and that of all hosts.
+    """
     layout = inter.layout
     slabs = layout.host_major(operation.bounds)
     index = layout.group.index(layout.local_members[layout.local_index])
     own_range = whole[operation.bounds[index] : operation.bounds[index + 1]]
-    sum_operation = replace(operation, kind=operation.kind.replace("mean", "sum"))
     reordered = intra.empty(whole)
     scratch = ScratchLease(inter.scratch_pool)
     parts = scratch.empty(len(layout.hosts) * len(own_range), own_range.dtype).view(len(layout.hosts), -1)
@@ -266,7 +269,7 @@ def reduce_scatter(
     def reduce_scatter_slabs() -> StartedStage | None:
         for (start, stop), at in zip(slabs.ranges, slabs.offsets, strict=False):
             reordered[at : at + stop - start] = whole[start:stop]
-        return intra.start(IN, CollectiveKind.REDUCE_SCATTER, sum_operation, reordered, slabs.bounds)
+        return intra.start(IN, CollectiveKind.REDUCE_SCATTER, operation, reordered, slabs.bounds)
 
     def exchange_ranges() -> StartedStage | None:
         slab_ranges = slabs.slab_ranges(layout.local_index)
@@ -281,9 +284,7 @@ def reduce_scatter(
         )
 
     def finish() -> None:
-        own_range.copy_(reduce_in_order(list(parts), "sum" if op == "mean" else op))
-        if op == "mean":
-            own_range.mul_(1 / len(layout.group))
+        own_range.copy_(reduce_in_order(list(parts), op))  # a mean of means, of equally many members each
         scratch.clear()
 
     return [reduce_scatter_slabs, exchange_ranges, finish]

@@ -96,8 +96,9 @@ class HierarchicalFabric(Fabric):
 
     Cost:
         each host sends as much as one rank of a flat collective: an all-reduce of ``n`` bytes over ``H`` hosts sends
-        ``2 n (H-1) / H`` per host, however many ranks it has; 16-bit values travel as 32-bit ones and are rounded at
-        the end. Waiting for messages from local and remote ranks at once polls the local ones at least every 4 ms.
+        ``2 n (H-1) / H`` per host, however many ranks it has. An all-reduce sends 16-bit values as 32-bit ones and
+        rounds their sum once; a reduce-scatter sends them as they are, and rounds each host's sum, too. Waiting for
+        messages from local and remote ranks at once polls the local ones at least every 4 ms.
 
     Args:
         shm: the ranks of this host; None for a rank that shares memory with none.
@@ -197,17 +198,9 @@ class HierarchicalFabric(Fabric):
         if fabric is not None:
             return fabric.reduce_scatter(label, whole, bounds, group, op)
         operation, flat = ranges_signature(f"reduce_scatter {op}", label, whole, bounds, group), whole.detach()
-        upcasted = upcast(flat)
-
-        def stages(routes: GroupRoutes) -> list[StartStage]:
-            return collectives.reduce_scatter(operation, upcasted, op, routes.intra, routes.inter)
-
-        def narrow() -> None:
-            member = group.index(self.rank)
-            start, stop = bounds[member], bounds[member + 1]
-            flat[start:stop] = upcasted[start:stop]
-
-        return self._start(operation, stages, None if upcasted is flat else narrow)
+        return self._start(
+            operation, lambda routes: collectives.reduce_scatter(operation, flat, op, routes.intra, routes.inter)
+        )
 
     def all_to_all(
         self, label: str, whole: Tensor, counts: Sequence[Sequence[int]], group: Group

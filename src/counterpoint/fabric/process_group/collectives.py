@@ -24,7 +24,6 @@ from counterpoint.device.accelerator import Accelerator
 from counterpoint.fabric.c10d import GLOO_TIMEOUT, AllgatherOptions, DataProcessGroup, ReduceScatterOptions
 from counterpoint.fabric.fabric import Reduction
 from counterpoint.fabric.gloo.ops import (
-    LOW_PRECISION,
     REDUCE_OPS,
     ScratchLease,
     ScratchPool,
@@ -36,7 +35,7 @@ from counterpoint.fabric.gloo.ops import (
     start_all_to_all,
     to_gloo,
 )  # fmt: skip
-from counterpoint.fabric.reductions import reduce_in_order
+from counterpoint.fabric.reductions import LOW_PRECISION, reduce_in_order
 
 MAX_PADDING: Final = 1 / 8
 """Ranges are padded to one length if this adds at most so much to them."""

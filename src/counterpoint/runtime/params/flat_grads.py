@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from counterpoint.fabric.cast_reductions import start_cast_all_reduce, start_cast_reduce_scatter
 from counterpoint.fabric.fabric import Fabric, Work
+from counterpoint.fabric.reductions import LOW_PRECISION
 from counterpoint.program.instruction import Collective
 from counterpoint.rpc.segments import discard_pages
 from counterpoint.runtime.optimizer_spec import clip_by_value, scale_grad
@@ -287,9 +288,12 @@ class FlatGrads(GradStorage):
             self.rows.all_gather(fabric, instruction.group, label, reduced_already=reduced_already)
 
     def start_range_reduce(self, fabric: Fabric, instruction: Collective, label: str, part: Tensor, start: int) -> Work:
-        """Start to reduce a part of the flat gradient that begins at element ``start``, in the reduce dtype."""
-        group, dtype = instruction.group, self.layout.reduce_dtype
-        narrow = None if dtype is None else part.to(dtype)  # the part itself, if gradients are held in this dtype
+        """Start to reduce a part of the flat gradient that begins at element ``start``, in the reduce dtype.
+
+        An all-reduce of 16 bits is one of a cast, too: between hosts a transport's own would send 32 bits.
+        """
+        group, dtype = instruction.group, self.layout.reduce_dtype or part.dtype
+        narrow = part.to(dtype) if dtype in LOW_PRECISION else None  # the part itself, if held in this dtype
         if instruction.op != "reduce_scatter":
             if narrow is None:
                 return fabric.all_reduce(label, part, group)
