@@ -164,6 +164,51 @@ def test_a_mean_by_a_mask_is_refused_in_the_step_with_the_first_padding(plan, nu
         step(full, zeros)
 
 
+class Classifier(nn.Module):
+    """Returns a mean that it computes in the dtype of its last layer, as the models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x, labels):
+        each = F.cross_entropy(self.head(torch.tanh(self.first(x))), labels, reduction="none")
+        return {"loss": each.sum() / len(each)}
+
+
+NARROW = [{"precision": "bf16"}, {"precision": "bf16(output=compute)"}, {"precision": "bf16(autocast=true)"}, {}]
+
+
+def train_classifier(*, has_autocast, **options):
+    torch.manual_seed(0)
+    model, x, labels = Classifier(), torch.randn(SAMPLES, 6), torch.arange(SAMPLES) % 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=has_autocast),
+        cp.parallelize(model, optimizer, own, strategy="data(2)", **options) as step,
+    ):
+        return [step({"x": x, "labels": labels}, torch.zeros(SAMPLES)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", NARROW, ids=str)
+def test_a_mean_that_a_model_computes_in_bf16_is_not_taken_for_one_that_does_not_add_up(options):
+    """The loss of the whole was rounded to another number than the mean of its parts', and was refused."""
+    expected = train_classifier(has_autocast=False)
+    assert train_classifier(has_autocast=not options, **options) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_mean_by_a_mask_is_refused_in_bf16_too():
+    """Within what bf16 rounds, the mean of means may be another number than the mean."""
+    torch.manual_seed(0)
+    model, (batch, zeros) = build(LanguageModel, "mask").float(), next(token_batches())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        cp.parallelize(model, optimizer, own, strategy="data(2)", precision="bf16") as step,
+        pytest.raises(DataError, match="the loss that LanguageModel computes from its samples is"),
+    ):
+        step(batch, zeros)
+
+
 def test_a_later_batch_is_not_checked_without_all_weights():
     """As in a pipeline of several processes: the model has zeros there, and a warning names it."""
     batch, zeros = next(token_batches())

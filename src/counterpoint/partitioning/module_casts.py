@@ -49,6 +49,7 @@ class RunningForward:
 
     def __init__(self) -> None:
         self.depth = 0
+        self.is_uncast = False  # whether forwards compute in the dtype of the parameters
         self.casts: list[tuple[str, Tensor]] = []  # with the names of their parameters
         self.hooks: list[ModuleHooks] = []  # of its modules
 
@@ -206,6 +207,8 @@ class ModuleHooks:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Begin the module's forward; return its inputs."""
+        if self.forward.is_uncast:
+            return None
         self.forward.enter()
         self.num_calls += 1
         state = vars(module)
@@ -217,7 +220,7 @@ class ModuleHooks:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401
         """End the module's forward, also after an error; return its output."""
-        if self.num_calls == 0:  # another hook has raised an error before the forward began here
+        if self.num_calls == 0:  # without casts, or another hook has raised an error before the forward began here
             return None
         self.num_calls -= 1
         restore_reads(module)
@@ -324,6 +327,21 @@ def cast_modules(model: nn.Module, precision: Precision | None) -> Iterator[None
     with ExitStack() as stack:
         if precision is not None and precision.casts_modules:
             stack.callback(ModuleCasts(model, precision).remove)
+        yield
+
+
+@contextmanager
+def without_casts(model: nn.Module) -> Iterator[None]:
+    """Let a model compute in the dtype of its parameters inside, whatever the precision and the caller's autocast."""
+    tables = [vars(module)["_parameters"] for module in model.modules()]
+    forwards = {id(one.forward): one.forward for one in tables if isinstance(one, CastParameters)}
+    with ExitStack() as stack:
+        for device_type in {"cpu", *(param.device.type for param in model.parameters())}:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        for forward in forwards.values():
+            stack.callback(setattr, forward, "is_uncast", forward.is_uncast)
+            forward.is_uncast = True
         yield
 
 

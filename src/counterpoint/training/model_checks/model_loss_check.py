@@ -4,6 +4,9 @@ Ranks check losses of outputs that have a sample in each row, by evaluating them
 (:class:`counterpoint.runtime.loss.loss_check.LossCheck`). A scalar that a forward has computed from all its samples can
 only be computed again by the model, which before the first step is still whole on every process. Later batches are
 checked where they have values that none before had, such as the first padding; any weights will do.
+
+The model computes in the dtype of its parameters here, also under a precision or an autocast: a loss that was computed
+in bf16 differs from that of its parts by rounding, as much as a wrong one may.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from counterpoint.errors import DataError
 from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.compiled_modules import run_eagerly
 from counterpoint.partitioning.dry_run import preserve_state, split_call_args
+from counterpoint.partitioning.module_casts import without_casts
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.loss.loss_check import RELATIVE_TOLERANCES, LossOfParts
@@ -115,7 +119,7 @@ class ModelLossCheck:
             )
         elif parts:
             self.has_checked = True
-            with without_stale_reads():
+            with without_stale_reads(), without_casts(self.model):
                 kind = require_model_loss_adds_up(self.model, self.loss, batch, parts, self.plan, is_sum=self.is_sum)
             self.is_watched, self.found_own = kind != "other", kind == "model"
 
