@@ -187,9 +187,24 @@ def slice_tensor(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor.data[start:stop]
 
 
-def copy_tensors(values: Any) -> Any:  # noqa: ANN401 - any nest of tensors
-    """Return a nest with copies of its tensors, lists and dicts; what needs gradients passes them on."""
-    return map_parts(values, Tensor.clone, lambda part: replace(part, value=copy_tensors(part.value)))
+def copy_tensors(values: Any, *, detached: bool = False) -> Any:  # noqa: ANN401 - any nest of tensors
+    """Return a nest with copies of its tensors, which a forward may change in place, and of its lists and dicts.
+
+    Args:
+        values: inputs or targets.
+        detached: whether the copies are leaves of autograd, as a deep copy of them needs; by default those of tensors
+            that need gradients pass these on to them.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> copy_tensors({"x": x})["x"].is_leaf, copy_tensors({"x": x}, detached=True)["x"].is_leaf
+        (False, True)
+    """
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad) if detached else tensor.clone()
+
+    return map_parts(values, copy, lambda part: replace(part, value=copy_tensors(part.value, detached=detached)))
 
 
 def map_parts(
@@ -202,12 +217,12 @@ def map_parts(
         return of_tensor(values)
     if isinstance(values, SamplePart):
         return of_part(values)
-    if isinstance(values, dict):
+    if isinstance(values, dict) and (type(values) is dict or type(values) not in SUPPORTED_NODES):
         return {key: map_parts(value, of_tensor, of_part) for key, value in values.items()}
     if isinstance(values, list | tuple):
         parts = [map_parts(value, of_tensor, of_part) for value in values]
         return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
-    if type(values) in SUPPORTED_NODES:  # such as a dataclass
+    if type(values) in SUPPORTED_NODES:  # such as a dataclass, an OrderedDict, or an output of transformers
         return tree_map(lambda leaf: map_parts(leaf, of_tensor, of_part), values)
     return values
 

@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from counterpoint.errors import PlanError
 from counterpoint.launchers.script import ScriptStop, run_script
 from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.loss.loss_parameters import find_loss_module, find_trained_modules
 from counterpoint.runtime.loss.loss_reduction import LossFunction
-from counterpoint.runtime.microbatches import Autocasts, MicrobatchSource, current_autocasts
+from counterpoint.runtime.microbatches import Autocasts, MicrobatchSource, copy_tensors, current_autocasts
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.training.model_checks.module_snapshot import ModuleSnapshot
 from counterpoint.training.options import TrainingOptions
@@ -169,13 +168,8 @@ def record_step(batch: MicrobatchSource, optimizer_spec: OptimizerSpec) -> Recor
     options = tuple(
         copy.deepcopy(optimizer_spec.options(group)) for group in range(len(optimizer_spec.optimizer.param_groups))
     )
-    inputs, targets = (tree_map(copy_tensor, values) for values in (batch.inputs(0), batch.targets(0)))
+    inputs, targets = (copy_tensors(values, detached=True) for values in (batch.inputs(0), batch.targets(0)))
     return RecordedStep(inputs, targets, sum(batch.sizes.values()), current_autocasts(), options)
-
-
-def copy_tensor(value: Any) -> Any:  # noqa: ANN401 - whatever a batch holds
-    """Return a copy of a tensor, and other values as they are."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 @dataclass(slots=True)

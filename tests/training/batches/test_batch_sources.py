@@ -1,5 +1,6 @@
 """Whatever a fit accepts as data trains as a plain loop over the same batches does, under every plan."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -135,6 +136,35 @@ def test_samples_of_any_form_train_as_pairs_do(form, strategy):
     require_equal(
         fit(Samples(FORMS[form]), strategy, batch_size=8), fit(TensorDataset(X, Y), "solo", batch_size=8)[::-1]
     )
+
+
+class Ordered(Net):
+    """Uses what only an OrderedDict can."""
+
+    def forward(self, x, scales):
+        scales.move_to_end("first")
+        return super().forward(x, scales.popitem()[1])
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)"])
+def test_an_ordered_dict_of_inputs_stays_one_in_every_microbatch(strategy):
+    def inputs():
+        return {"x": X, "scales": OrderedDict(first=torch.full((NUM_SAMPLES, 8), 2.0, dtype=X.dtype), other=X)}
+
+    def train(strategy):
+        model = build_seeded(Ordered)
+        with cp.parallelize(model, sgd, F.cross_entropy, strategy=strategy) as step:
+            losses = [float(step(inputs(), Y)) for _ in range(2)]
+        return losses, params_of(model)
+
+    plain, losses = build_seeded(Ordered), []
+    optimizer = sgd(plain.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(F.cross_entropy(plain(**inputs()), Y))
+        losses[-1].backward()
+        optimizer.step()
+    require_equal(train(strategy), (params_of(plain), [loss.item() for loss in losses]))
 
 
 def test_a_key_that_nothing_uses_is_named():

@@ -30,11 +30,15 @@ def find_differing_weights(fabric: Fabric, module: nn.Module) -> tuple[int, str]
     return None
 
 
-def checksum_of(tensor: Tensor) -> int:
-    """Return a checksum of the bytes of a tensor.
+def checksum_of(tensor: Tensor, start: int = 0) -> int:
+    """Return a checksum of the bytes of a tensor on any device.
+
+    Args:
+        tensor: its shape does not count.
+        start: the checksum of what comes before it.
 
     Example:
         >>> checksum_of(torch.zeros(2)) == checksum_of(torch.zeros(1, 2))
         True
     """
-    return crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, start)

@@ -31,6 +31,7 @@ from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.params.flat_params import FlatParams
 from counterpoint.runtime.rank_builder import RankRuntime
 from counterpoint.training.agreement.step_facts import StepFacts
+from counterpoint.training.agreement.weight_values import checksum_of
 from counterpoint.training.between_steps.attribute_changes import AttributeCheck
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
@@ -571,4 +572,4 @@ def _digest_buffer(buffer: Tensor, start: int = 0) -> int:
     form = crc32(f"{dtype_name(buffer.dtype)} {tuple(buffer.shape)}".encode(), start)
     if not buffer.is_cpu or buffer.layout != torch.strided or not buffer.numel():
         return form
-    return crc32(buffer.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, form)
+    return checksum_of(buffer, form)

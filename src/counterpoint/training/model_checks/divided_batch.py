@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from counterpoint.device.select import accelerator_for, model_device
 from counterpoint.errors import CounterpointError, DataError, first_line
@@ -22,6 +21,7 @@ from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.loss.loss_parameters import find_loss_module
 from counterpoint.runtime.loss.loss_reduction import LossFunction
+from counterpoint.runtime.microbatches import copy_tensors
 from counterpoint.training.model_checks.model_loss_check import Samples
 
 
@@ -127,7 +127,7 @@ def find_failure(model: nn.Module, loss: LossFunction | None, batch: Samples) ->
         return None
     values = {id(param): torch.zeros((), dtype=param.dtype).expand(param.shape) for param in freed}
     to_device = accelerator_for(model_device(model)).to_device
-    inputs, targets = (tree_map(clone_tensor, to_device(own)) for own in batch[:2])
+    inputs, targets = (copy_tensors(to_device(own)) for own in batch[:2])
     args, kwargs = split_call_args(as_call_args(inputs))
     what = "model"
     try:
@@ -144,8 +144,3 @@ def find_failure(model: nn.Module, loss: LossFunction | None, batch: Samples) ->
 def is_freed(param: nn.Parameter) -> bool:
     """Tell whether the memory of a parameter is given back, as of one whose shards are not gathered."""
     return bool(param.numel()) and param.device.type != "meta" and not param.untyped_storage().nbytes()
-
-
-def clone_tensor(leaf: Any) -> Any:  # noqa: ANN401 - a leaf of any nest
-    """Return a copy of a tensor, which a model may change in place; other values as they are."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

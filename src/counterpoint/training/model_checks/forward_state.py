@@ -9,13 +9,13 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import DataError, PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE, find_generators, read_states
-from counterpoint.runtime.microbatches import BatchMemory, Memory, SlicedBatch
+from counterpoint.runtime.microbatches import BatchMemory, Memory, SlicedBatch, copy_tensors
 from counterpoint.runtime.rng.draw_sites import other_rng_state
 from counterpoint.training.model_checks.embedding_checks import FrequencyScalingDetector
 
@@ -54,13 +54,13 @@ class ForwardState:
         versions = [param._version for param in model.parameters()]  # noqa: SLF001 - there is no other way to see changes
         try:
             detector = FrequencyScalingDetector()
-            copies = _copy_tensors(inputs)
+            copies = copy_tensors(inputs)
             with detector:
                 first, uses_other_generators = _run(model, copies, attributes)
             tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
             changed_inputs = tuple(index for index, leaf in enumerate(tensors) if leaf._version)  # noqa: SLF001 - as torch counts changes
             changed = attributes.find_changed()
-            difference = _difference(first, _run(model, _copy_tensors(inputs), attributes)[0]) if changed else 0.0
+            difference = _difference(first, _run(model, copy_tensors(inputs), attributes)[0]) if changed else 0.0
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             return ForwardState()
         finally:
@@ -195,10 +195,6 @@ class InputReuse:
             f"values there, but {why}, which do not change it; write the forward without in-place operations "
             f"(x = x * 2 for x *= 2), {remedies}"
         )
-
-
-def _copy_tensors(inputs: Inputs) -> Inputs:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 def _run(model: nn.Module, inputs: Inputs, attributes: ModuleAttributes) -> tuple[list[Tensor], bool]:

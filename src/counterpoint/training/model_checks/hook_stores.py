@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
 from counterpoint.partitioning.hook_state import find_stores, read_store
 from counterpoint.partitioning.tracing.export_trace import WHOLE_MODEL_RULE
+from counterpoint.runtime.microbatches import copy_tensors
 from counterpoint.terminal_text import warn
 
 Found = TypeVar("Found")
@@ -91,7 +92,7 @@ def _describe(model: nn.Module, path: str) -> str:
 
 def _run(model: nn.Module, inputs: Inputs, find_kept: Callable[[], Found]) -> Found:
     """Run a model; return what a function finds before what hooks have written to is restored."""
-    args, kwargs = split_call_args(tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs))
+    args, kwargs = split_call_args(copy_tensors(inputs))
     attributes = ModuleAttributes(model)
     try:
         with preserve_rng(), preserve_state(model, attributes=attributes), torch.enable_grad():

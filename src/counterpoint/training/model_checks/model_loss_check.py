@@ -30,7 +30,7 @@ from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.loss.loss_check import RELATIVE_TOLERANCES, LossOfParts
 from counterpoint.runtime.loss.loss_reduction import LossFunction, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.loss.new_values import NewValues
-from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource, slice_samples
+from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource, copy_tensors, slice_samples
 from counterpoint.runtime.sample_independence import (
     CallsForNumber,
     repeat_samples,
@@ -315,7 +315,7 @@ def _compute(model: nn.Module, loss: LossFunction, samples: Samples, *, is_sum: 
     Returns:
         None if all outputs have the samples along dim 0, or if random numbers were drawn.
     """
-    inputs, targets = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, samples[:2])
+    inputs, targets = copy_tensors(samples[:2])
     args, kwargs = split_call_args(as_call_args(inputs))
     recorder = ReductionRecorder(is_whole=True)
     state = torch.get_rng_state()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.device.accelerator import Accelerator
@@ -44,7 +43,7 @@ from counterpoint.runtime.commit.step_commit import StepResult
 from counterpoint.runtime.interpreter import Interpreter
 from counterpoint.runtime.loss.loss_parameters import find_trained_modules, model_of
 from counterpoint.runtime.loss.loss_reduction import LossFunction, PartTotal
-from counterpoint.runtime.microbatches import MicrobatchSource
+from counterpoint.runtime.microbatches import MicrobatchSource, copy_tensors
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import FirstValues
 from counterpoint.runtime.rank_builder import (
@@ -320,7 +319,7 @@ class LocalRanks:
                 run_eagerly(self.model),
                 explain_full_device(self.accelerator, memory.describe, "before the first step"),
             ):
-                inputs = clone_tensors(inputs)  # which a forward may change in place
+                inputs = copy_tensors(inputs, detached=True)  # which a forward may change in place
                 partition = self.compile_plan(inputs, num_samples, undivided)
                 self.build_ranks(partition, self.accelerator.to_device(inputs))
             if self.initial_values is not None and self.initial_values.is_pending:
@@ -389,7 +388,7 @@ class LocalRanks:
         self.sync_initial_values()
         require_values(inputs)
         to_device = self.accelerator.to_device
-        read_batch = None if undivided is None else lambda: to_device(clone_tensors(undivided()[0]))
+        read_batch = None if undivided is None else lambda: to_device(copy_tensors(undivided()[0], detached=True))
         with self.accelerator.as_current():
             run = self.compiler.compile(self.plan, self.buckets, to_device(inputs), num_samples, fabric, read_batch)
         self.compiled, self.run_spec, self.uses_rng = run.compiled, run.run_spec, run.uses_rng
@@ -842,7 +841,7 @@ class LocalRanks:
 
     def run_example(self, batch: MicrobatchSource) -> None:
         """Run the user's model once on a copy of a microbatch; its attributes stay as the forward leaves them."""
-        inputs = clone_tensors(batch.inputs(self.example_micro(batch)))
+        inputs = copy_tensors(batch.inputs(self.example_micro(batch)), detached=True)
         self.compiler.run_forward(inputs, ModuleAttributes(self.model))
 
     def prepare_evaluation(self, batch: MicrobatchSource) -> None:
@@ -1203,11 +1202,6 @@ def require_copyable_model(model: nn.Module, partition: WholeModel, plan: str, r
             f"reads the attribute would see another value; {hint}return the value from forward together with the "
             f"output{remedy}"
         )
-
-
-def clone_tensors(values: Any) -> Any:  # noqa: ANN401 - any nest
-    """Return a nest with copies of its tensors."""
-    return tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), values)
 
 
 def require_grad_recording() -> None:
