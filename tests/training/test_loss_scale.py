@@ -16,7 +16,7 @@ import counterpoint as cp
 from counterpoint.optim.low_bit_adam import AdamW8bit
 from counterpoint.profiler.gradient_profile import profile_gradients
 from counterpoint.runtime.loss.loss_scale import MAX_SCALE, LossScaler
-from counterpoint.testing.device_survey import MODEL_PLANS, PLANS, SYSTEMS, batches, make_step
+from counterpoint.testing.device_survey import MODEL_PLANS, OTHER_NAMES, PLANS, batches, make_step
 from counterpoint.testing.parity_models import plan_for
 from tests.training.test_nonfinite_gradients import marked_data, planted, train as train_planted
 from tests.training.trainers import dataset, equal_bits, make_trainer, mlp, state_of
@@ -39,7 +39,7 @@ def find_differences(actual, expected):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.long(quick=["0.05-data(2, staleness=1)", "None-data(2, compress=twobit)"])
-@pytest.mark.parametrize("plan", [*PLANS, *SYSTEMS])
+@pytest.mark.parametrize("plan", [*PLANS, *OTHER_NAMES])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 def test_a_scale_that_is_a_power_of_two_changes_no_bit(plan, clip_norm):
     options = {} if clip_norm is None else {"clip_norm": clip_norm, "clip_value": 0.01}

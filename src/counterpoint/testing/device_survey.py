@@ -76,11 +76,15 @@ MODEL_PLANS = (
     "pipeline(2) * data(2)",
 )
 """For models that are more expensive than the smallest one."""
-SYSTEMS = tuple(
+LISTED_STRATEGIES = {
+    entry.doc_source for name, entry in STRATEGIES.items() if any(f"{name}(" in plan for plan in PLANS)
+}
+OTHER_NAMES = tuple(
     "placement(2, modules=0:0+2:1+4:0)" if name == "placement" else entry.example or f"{name}(2)"
     for name, entry in STRATEGIES.items()
-    if not isinstance(entry.doc_source, type)
+    if entry.doc_source not in LISTED_STRATEGIES
 )
+"""A plan of every system, and of every strategy that the plans above lack."""
 OPTION_PLANS = ("solo", "data(2)", "zero(2, level=3)", "pipeline(2)", "pipeline(2) * data(2)")
 """For options, and for ``Trainer``."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -168,7 +172,7 @@ BUILDERS = {
     "experts": SurveyModel(MixtureOfExperts, (8,)),
 }
 CASES = (
-    *(SurveyCase("mlp", plan) for plan in dict.fromkeys(PLANS + SYSTEMS)),
+    *(SurveyCase("mlp", plan) for plan in dict.fromkeys(PLANS + OTHER_NAMES)),
     *(SurveyCase(name, plan) for name in BUILDERS if name != "mlp" for plan in MODEL_PLANS),
     *(SurveyCase("mlp", plan, options) for options in (*OPTIONS, "trainer") for plan in OPTION_PLANS),
 )
