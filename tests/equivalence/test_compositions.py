@@ -12,10 +12,14 @@ from counterpoint.plan.plan import Plan
 from counterpoint.testing import parity
 from counterpoint.testing.parity_models import ParityModel, TrainConfig, plan_for
 from tests.covering import each_value_once, given_few_or_many
+from tests.program.verify.random_plans import TESTED_SCHEDULES
 from tests.training.trainers import build_seeded, fit, max_difference
 
-SCHEDULES = ["gpipe(2)", "pipeline(2)", "interleaved(2)", "gpipe(2, chunks_per_stage=2)", "zero_bubble(2)",
-          "zero_bubble(2, chunks_per_stage=2)"]  # fmt: skip
+SCHEDULES = [
+    f"pipeline(2, schedule={name}" + (f", chunks_per_stage={chunks})" if chunks > 1 else ")")
+    for name, chunks in sorted(TESTED_SCHEDULES)
+    if chunks < 3
+]
 SLICED = [
     *(f"tensor(2) * {schedule}" for schedule in SCHEDULES),
     "tensor(2) * gpipe(2) * data(2)", "tensor(2) * pipeline(2) * zero(2, level=2)",
@@ -76,10 +80,9 @@ def test_slices_inside_the_stages_of_every_order_train_the_same(strategy):
 @st.composite
 def compositions(draw):
     """A pipeline of some order with something around it, microbatches, and batches of any size."""
-    stages, schedule = draw(st.integers(2, 4)), draw(st.sampled_from(["gpipe", "one_f_one_b", "zero_bubble"]))
+    stages = draw(st.integers(2, 4))
     chunks = draw(st.sampled_from([1, 1, 2])) if stages == 2 else 1
-    if chunks == 2:
-        schedule = draw(st.sampled_from(["gpipe", "interleaved", "zero_bubble"]))
+    schedule = draw(st.sampled_from([name for name, tested in TESTED_SCHEDULES if tested == chunks]))
     around = draw(st.sampled_from(["", "data(2)", "data(3)", "zero(2, level=1)", "zero(2, level=2)",
                                    "zero(2, level=1) * data(2)"]))  # fmt: skip
     micros = Plan.parse(around or "solo").global_num_microbatches * draw(st.integers(1, 4))
@@ -94,7 +97,7 @@ def test_any_composition_trains_the_same_on_batches_of_any_size(case):
     assert max_error(*case) <= parity.TOLERANCE
 
 
-@pytest.mark.long(quick=["gpipe(2, chunks_per_stage=2)-"])
+@pytest.mark.long(quick=["pipeline(2, schedule=gpipe, chunks_per_stage=2)- * data(2)"])
 @pytest.mark.parametrize(("schedule", "around"), each_value_once(SCHEDULES, ["", " * data(2)", " * zero(2, level=2)"]))
 def test_clipped_numbers_and_a_schedule_of_rates_come_out_the_same(schedule, around):
     how = {"clip_norm": 0.5, "clip_value": 0.02, "lr_scheduler": partial(optim.lr_scheduler.StepLR, step_size=2)}

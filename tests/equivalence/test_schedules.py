@@ -9,12 +9,13 @@ from counterpoint.testing import parity
 from counterpoint.testing.parity_models import ParityModel, TrainConfig
 from tests.covering import each_value_once
 from tests.equivalence.single_process import SingleProcessBaseline
+from tests.program.verify.random_plans import TESTED_SCHEDULES
 
+TESTED_ELSEWHERE = {("gpipe", 1), ("one_f_one_b", 1)}
 SCHEDULES = [
-    "schedule=gpipe, chunks_per_stage=2",
-    "schedule=interleaved, chunks_per_stage=2",
-    "schedule=zero_bubble",
-    "schedule=zero_bubble, chunks_per_stage=2",
+    f"schedule={name}" + (f", chunks_per_stage={chunks}" if chunks > 1 else "")
+    for name, chunks in sorted(TESTED_SCHEDULES)
+    if chunks < 3 and (name, chunks) not in TESTED_ELSEWHERE
 ]
 AROUND = ["data(2)", "zero(2, level=1)", "zero(2, level=2)"]
 CLIPPED = TrainConfig(clip_norm=0.3)
