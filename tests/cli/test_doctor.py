@@ -139,7 +139,7 @@ def test_a_host_of_equal_gpus_is_good():
         ),
         (
             1,
-            {"gpus": [H100] * 2, "apart": [(0, 1)]},
+            {"gpus": [H100] * 2, "without_peer_access": [(0, 1)]},
             "hurts GPU peers: no direct access between cuda:0 and cuda:1; what they",
         ),
         (

@@ -17,8 +17,8 @@ from counterpoint.jobs.models import GPT, GPTShape
 from counterpoint.program.instruction import Forward, Recompute
 from counterpoint.testing.device_survey import (
     MODEL_PLANS,
+    OTHER_NAMES,
     PLANS,
-    SYSTEMS,
     TOLERANCE,
     batches,
     build,
@@ -127,7 +127,7 @@ def count_by_step(model, plan, parts, counter):
 @pytest.mark.long(quick=["mlp-data(2)", "gpt-pipeline(2, schedule=zero_bubble)"])
 @pytest.mark.parametrize(
     ("model", "plan"),
-    [(model, plan) for model in ("mlp", "gpt") for plan in dict.fromkeys((*PLANS, *SYSTEMS)) if fits(model, plan)],
+    [(model, plan) for model in ("mlp", "gpt") for plan in dict.fromkeys((*PLANS, *OTHER_NAMES)) if fits(model, plan)],
 )
 def test_every_plan_calls_a_graph_for_each_part_and_compiles_nothing_after_the_second_step(model, plan, counter):
     """Plain torch calls a graph of a block once for each of its forwards; a graph break would be further graphs."""

@@ -17,8 +17,8 @@ from counterpoint.partitioning.module_casts import ModuleCasts
 from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.testing.device_survey import (
     MODEL_PLANS,
+    OTHER_NAMES,
     PLANS,
-    SYSTEMS,
     batches,
     build,
     largest_difference,
@@ -33,7 +33,7 @@ from tests.training.trainers import dataset, equal_bits, make_trainer, mlp, stat
 DIFFERENT = ("compress", "adasum", "sync_every", "staleness", "pipedream", "asp", "easgd", "downpour", "project_adam",
              "parameter_server_strategy")  # fmt: skip
 """Parts of the names of plans that do not train as one device does."""
-SYNCHRONOUS = [plan for plan in (*PLANS, *SYSTEMS) if not any(part in plan for part in DIFFERENT)] + [
+SYNCHRONOUS = [plan for plan in (*PLANS, *OTHER_NAMES) if not any(part in plan for part in DIFFERENT)] + [
     "pipedream_flush(2)"
 ]
 

@@ -212,8 +212,8 @@ def _judge_links(inventory: DeviceInventory) -> Iterator[Finding]:
             yield Finding(
                 "GPU link", "hurts", fact, "batches arrive more slowly; try another slot, or ask the host's owner"
             )
-    if inventory.apart:
-        pairs = ", ".join(f"cuda:{first} and cuda:{second}" for first, second in inventory.apart)
+    if inventory.without_peer_access:
+        pairs = ", ".join(f"cuda:{first} and cuda:{second}" for first, second in inventory.without_peer_access)
         fix = "what they exchange passes through host memory; see nvidia-smi topo -m"
         yield Finding("GPU peers", "hurts", f"no direct access between {pairs}", fix)
     elif len(inventory.gpus) > 1:

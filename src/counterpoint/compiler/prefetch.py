@@ -132,7 +132,7 @@ def _split_reductions(instructions: list[Instruction]) -> Iterator[Instruction]:
 
 
 def _await_reductions_late(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yield the instructions, with each wait for a reduce-scatter and the free after it behind the next backward."""
+    """Yield the instructions; each wait for a reduce-scatter, and the free after it, come after the next backward."""
     held: dict[TensorRef, list[Instruction]] = {}  # waits and frees, by gradient
     due: set[TensorRef] = set()  # of them, after the backward that was the last computation
     for instruction in instructions:

@@ -1,4 +1,4 @@
-"""A stream of a device for communication, beside the stream that the device computes on.
+"""A stream of a device for communication, in addition to the stream that it computes on.
 
 ::
 

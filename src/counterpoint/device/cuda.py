@@ -154,7 +154,9 @@ def take_inventory(visible: Sequence[tuple[str, str]]) -> DeviceInventory:
         runtime=_describe_runtime(),
         nccl=_nccl_version() if num_gpus else None,
         visible=visible,
-        apart=[pair for pair in combinations(range(num_gpus), 2) if not torch.cuda.can_device_access_peer(*pair)],
+        without_peer_access=[
+            pair for pair in combinations(range(num_gpus), 2) if not torch.cuda.can_device_access_peer(*pair)
+        ],
         lanes=[read_lanes(root, gpu.pci_address) for gpu in gpus],
     )
 

@@ -73,7 +73,7 @@ class DeviceInventory:
         runtime: of torch's build, such as ``CUDA 13.0``; None for a build without.
         nccl: its version; None for a build without.
         visible: variables that choose among the GPUs, by name.
-        apart: pairs of indices whose GPUs cannot access each other's memory.
+        without_peer_access: pairs of indices whose GPUs cannot access each other's memory.
         lanes: by index, if the kernel says.
     """
 
@@ -83,7 +83,7 @@ class DeviceInventory:
     runtime: str | None = None
     nccl: str | None = None
     visible: Sequence[tuple[str, str]] = ()
-    apart: Sequence[tuple[int, int]] = ()
+    without_peer_access: Sequence[tuple[int, int]] = ()
     lanes: Sequence[PciLanes | None] = ()
 
 
@@ -104,7 +104,7 @@ def read_driver(root: Path) -> tuple[str | None, int | None]:
 def read_lanes(root: Path, pci_address: str | None) -> PciLanes | None:
     """Return the lanes of a PCI device, according to the kernel's files below ``root``.
 
-    The speed of a lane is left out: an idle GPU lowers it.
+    The speed of a lane is not included: an idle GPU lowers it.
     """
     if pci_address is None:
         return None

@@ -95,7 +95,7 @@ def form_group(
     if session.name not in names:
         raise PeerError(f"job {session.job.name} continues without {session.name}")
 
-    def look() -> MembershipView:
+    def read_view() -> MembershipView:
         return session.wait_view(view.generation, 0.0)
 
     try:
@@ -108,14 +108,14 @@ def form_group(
             generation=view.generation,
             timeout_s=session.job.timeouts.lease_s,
             transport=transport,
-            should_cancel=lambda: should_stop() or look().generation != view.generation,
+            should_cancel=lambda: should_stop() or read_view().generation != view.generation,
         )
     except PeerError as error:
         raise PeerError(
             f"generation {view.generation} of {format_members(members)} did not rendezvous: {error}"
         ) from error
     try:
-        yield WorkerGroup(fabric, members, view.generation, look)
+        yield WorkerGroup(fabric, members, view.generation, read_view)
     except BaseException as error:
         fabric.abort(f"{session.name}: {type(error).__name__}: {error}")
         raise

@@ -8,7 +8,7 @@ It knows nothing of programs and strategies; the runtime tells it what to transf
 * ``shm``, ``gloo``, ``mpi`` (:func:`~counterpoint.fabric.rendezvous.connect`): one process per rank, connected by
   shared memory on one host, by sockets, or by MPI; ``hosts`` combines shared memory within hosts with sockets between
   them;
-* ``process_group``: tensors move over c10d process groups, of NCCL or gloo, beside one of the others.
+* ``process_group``: tensors move over c10d process groups, of NCCL or gloo, the rest by another transport.
 
 On all of them, ranks that start different collectives get the same :class:`~counterpoint.errors.PeerError` before any
 tensor changes (``process_group``: at the latest at the step's commit), and every wait has a timeout.

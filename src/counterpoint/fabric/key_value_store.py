@@ -246,7 +246,7 @@ class StoreServer:
     Args:
         address: to listen at.
         credentials: of the job.
-        bound_socket: bound to the port, and taken over; beside a UNIX socket it only keeps the port from other jobs,
+        bound_socket: bound to the port, and taken over; with a UNIX socket it only keeps the port from other jobs,
             and may be None.
 
     Attributes:

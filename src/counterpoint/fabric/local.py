@@ -1,6 +1,6 @@
 """Transport ``local``: all ranks are threads of this process, scheduled deterministically.
 
-Collectives on tensors of a device run on a communication stream, while the device goes on to compute. A message is a
+Collectives on tensors of a device run on a communication stream, while the device continues to compute. A message is a
 copy in the order of the computing stream: the sender may overwrite its tensors at once, and nothing is transferred.
 """
 

@@ -93,7 +93,7 @@ class StopTimer:
     Attributes:
         stopped_by: what has stopped it, in the last observation; empty if it ran.
         since_s: when that was first observed.
-        is_reported: whether the user was told.
+        is_reported: whether the user has been warned.
     """
 
     stopped_by: str = ""

@@ -52,7 +52,7 @@ def visibility_variables(environ: Mapping[str, str] | None = None) -> list[tuple
 
 
 def shares_gpus(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether NCCL is told to take several ranks of one GPU, which it can since version 2.30.
+    """Return whether NCCL is set to accept several ranks of one GPU, which it can since version 2.30.
 
     Example:
         >>> shares_gpus({"NCCL_MULTI_RANK_GPU_ENABLE": "1"})

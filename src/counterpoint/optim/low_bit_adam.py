@@ -37,7 +37,7 @@ class LowBitAdam(Optimizer, ABC):
     """Adam whose state is stored in fewer bits than its arithmetic uses."""
 
     is_decoupled: ClassVar[bool]
-    """Whether weights decay apart from the gradient, as in AdamW."""
+    """Whether weights decay separately from the gradient, as in AdamW."""
 
     @abstractmethod
     def pack(self, key: str, mean: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -191,7 +191,7 @@ def update_range(
         means: ``exp_avg`` and ``exp_avg_sq``.
         group: the options.
         step: the number of this step, from 1 on.
-        is_decoupled: whether weights decay apart from the gradient.
+        is_decoupled: whether weights decay separately from the gradient.
     """
     lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
     if decay and is_decoupled:
@@ -280,7 +280,7 @@ class AdamW8bit(BlockwiseAdam):
         lr: the learning rate.
         betas: decay factors of the running means of gradients and of their squares.
         eps: added to the root of the mean of squares.
-        weight_decay: of weights, apart from the gradient.
+        weight_decay: of weights, separate from the gradient.
         amsgrad: must be False.
         min_8bit_size: parameters with fewer elements, and those with fewer than 512, have a state in float32. A group
             may have a larger number, to keep embeddings in float32 for instance.
@@ -387,7 +387,7 @@ class AdamWBf16(Bf16Adam):
         lr: the learning rate.
         betas: decay factors of the running means of gradients and of their squares, up to 0.996.
         eps: added to the root of the mean of squares.
-        weight_decay: of weights, apart from the gradient.
+        weight_decay: of weights, separate from the gradient.
         amsgrad: must be False.
 
     Raises:

@@ -43,7 +43,7 @@ def load_or_measure(
         try:
             return parse_profile(read_regular_text(path))
         except (PlanError, OSError, UnicodeDecodeError):
-            with suppress(OSError):  # what stands in the way is an error when the new profile is written
+            with suppress(OSError):  # what prevents it is an error when the new profile is written
                 path.unlink(missing_ok=True)
     profile = measure()
     try:

@@ -6,7 +6,7 @@
     rank 1   F F F F B B B B |  all_reduce| commit U   F F F F B ...
              '--- busy ----'  '- waits -'   '----- busy ----'
 
-Ranks that wait for a slow one take as long for a step as the slow one does; this figure tells them apart.
+Ranks that wait for a slow one take as long for a step as the slow one does; this figure distinguishes them.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ from counterpoint.runtime.rng.sample_rng import SampleRNG
 from counterpoint.strategies.buckets import BucketConfig
 
 COMMUNICATING_CALLS = frozenset({CollectiveRun, Send, Recv, Push, Pull, ApplyPushesRun})
-"""Calls that may wait for other ranks; a commit is measured apart."""
+"""Calls that may wait for other ranks; commits, which wait as well, stop the timer themselves."""
 
 
 class Interpreter:
@@ -497,13 +497,13 @@ class Interpreter:
         """Agree with the group on whether and how the step is applied."""
         scope = commit_scope(self.program, self.step_number, self.state.num_commits)
         batch, batch_norm = self.executor.batch, self.batch_norm
-        decide = self.decision_of(scope, group, loss_group)
+        decide = self.bind_decide_step(scope, group, loss_group)
 
         # 1. Report this rank's losses and gradients; gather the reports and the statistics of batch norm together.
         if self.may_decide_on_device(scope):
             pending = self.gather_on_device(scope, group, decide)
             if not any(report.missing_grads or report.loss_kinds & PARTS for report in pending.reports):
-                self.leave_decision(pending)
+                self.apply_on_device(pending)
                 return
             self.finish_commits()
             reports = self.read_reports(pending)
@@ -554,7 +554,7 @@ class Interpreter:
         self.store.commit_error_feedback(applied=not self.is_skipped())
         self.clip_grads(result.scale)
 
-    def decision_of(self, scope: frozenset[int], group: Group, loss_group: Group) -> DecideStep:
+    def bind_decide_step(self, scope: frozenset[int], group: Group, loss_group: Group) -> DecideStep:
         """Return what decides a commit from the reports of all members."""
         batch = self.executor.batch
         return partial(
@@ -700,7 +700,7 @@ class Interpreter:
             torch.stack([*failures]).any().double() if failures else zero,
         )
 
-    def leave_decision(self, pending: PendingCommit) -> None:
+    def apply_on_device(self, pending: PendingCommit) -> None:
         """Apply a decision that stays on the device; the host reads it after the next step."""
         self.require_same_given(pending.reports, pending.group)
         result = LateResult(pending.reports, pending.group, lambda: pending.result_of(pending.read()))

@@ -74,12 +74,12 @@ def find_step_effects(
             together = _take_steps(build, chosen)
             if together.effects.draws:
                 return together.effects
-            apart = [_take_steps(build, [one], index).updates[0] for index, one in enumerate(chosen)]
+            separately = [_take_steps(build, [one], index).updates[0] for index, one in enumerate(chosen)]
     except Exception:  # noqa: BLE001 - such as of one that needs a closure: the first step shows it
         return StepEffects()
     finally:
         random.setstate(python_state)
-    couples = not all(map(_is_same_update, together.updates, apart))
+    couples = not all(map(_is_same_update, together.updates, separately))
     return replace(together.effects, couples=couples)
 
 

@@ -71,7 +71,7 @@ class Zero(Strategy):
             are gathered once in a step, after the update. Gradients and states are shards as those of other units.
         min_num_params: at level 3, adjacent blocks are merged until their weights have at least so many elements, and
             are then gathered, run and reduced as one.
-        split_points: at level 3, the paths of the modules with which units begin, beside the first one of the model:
+        split_points: at level 3, the paths of the modules with which units begin, other than the first of the model:
             blocks between them are gathered, run and reduced as one. By default each block is a unit.
         name: the strategy as the user wrote it, for errors, if it is part of another one.
 

@@ -209,11 +209,11 @@ class StreamOrder:
         return Accesses(self.current, self.find_line())
 
     def snapshot(self, stream: int) -> Clock:
-        """Return what has surely ended when a stream comes to this point; what an event records."""
+        """Return what has surely ended when a stream reaches this point; what an event records."""
         return {**self.host_clock, **self._merged(self.clocks[stream], self.host_clock)}
 
     def time_ms(self, stream: int) -> float:
-        """Return when a stream comes to this point, in milliseconds of the device."""
+        """Return when a stream reaches this point, in milliseconds of the device."""
         return max(self.stream_ms.get(stream, 0.0), self.host_ms)
 
     def wait(self, stream: int, clock: Clock, time_ms: float = 0.0) -> None:

@@ -225,7 +225,7 @@ class _ClusterReader:
         )
 
     def fraction(self, node: yaml.Node | None, path: str) -> float:
-        """Return a fraction; 1 if it is left out."""
+        """Return a fraction; 1 if it is absent."""
         text = "1" if node is None else _describe_node(node)
         fraction = float(text) if re.fullmatch(NUMBER, text) else 0.0
         if not 0 < fraction <= 1:

@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt key": ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
     "a misspelt section": ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
     "a key outside of its section": ({"stage": 2}, "stage belongs to section zero_optimization"),
-    "a key inside a section": ({"fp16": {"gradient_clipping": 1}}, "gradient_clipping stands outside of sections"),
+    "a key inside a section": ({"fp16": {"gradient_clipping": 1}}, "gradient_clipping belongs to no section"),
     "a value instead of a section": ({"zero_optimization": True}, "zero_optimization=True is not a section"),
     "a text instead of a number": ({"zero_optimization": {"stage": "2"}}, "stage='2' is a str; give a whole number"),
     "a number instead of a truth value": ({"fp16": {"enabled": 1}}, "enabled=1 is a int; give true or false"),

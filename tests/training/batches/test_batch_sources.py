@@ -141,15 +141,16 @@ def test_samples_of_any_form_train_as_pairs_do(form, strategy):
 class Ordered(Net):
     """Uses what only an OrderedDict can."""
 
-    def forward(self, x, scales):
-        scales.move_to_end("first")
-        return super().forward(x, scales.popitem()[1])
+    def forward(self, x, scale=None):
+        assert scale is not None
+        scale.move_to_end("first")
+        return super().forward(x, scale.popitem()[1])
 
 
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)"])
 def test_an_ordered_dict_of_inputs_stays_one_in_every_microbatch(strategy):
     def inputs():
-        return {"x": X, "scales": OrderedDict(first=torch.full((NUM_SAMPLES, 8), 2.0, dtype=X.dtype), other=X)}
+        return {"x": X, "scale": OrderedDict(first=torch.full((NUM_SAMPLES, 8), 2.0, dtype=X.dtype), other=X)}
 
     def train(strategy):
         model = build_seeded(Ordered)

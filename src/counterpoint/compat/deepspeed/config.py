@@ -263,7 +263,7 @@ def _suggest_path(name: str, prefix: str, siblings: list[str]) -> str:
     for path in BY_PATH:
         section, _, last = path.rpartition(".")
         if last == name and f"{section}." != prefix:
-            return f"; {name} belongs to section {section}" if section else f"; {name} stands outside of sections"
+            return f"; {name} belongs to section {section}" if section else f"; {name} belongs to no section"
     return suggest_name(name, siblings)
 
 

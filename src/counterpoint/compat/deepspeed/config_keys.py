@@ -334,7 +334,7 @@ LOG_KEYS = (
     _ignored("wandb", "dict", LOGS),
     _ignored("comet", "dict", LOGS),
     _ignored("csv_monitor", "dict", LOGS),
-    _ignored("disable_python_gc", "bool", "garbage is collected as Python is told"),
+    _ignored("disable_python_gc", "bool", "Python's own settings of garbage collection hold"),
 )
 
 CONFIG_KEYS: tuple[ConfigKey, ...] = (

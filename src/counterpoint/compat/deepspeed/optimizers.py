@@ -77,7 +77,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerConfig:
     if params.get("max_grad_norm"):
         raise PlanError(
             f"optimizer.params.max_grad_norm={params['max_grad_norm']} clips nothing in DeepSpeed either; write "
-            "gradient_clipping beside the optimizer"
+            "gradient_clipping outside of the optimizer"
         )
     if name.lower() in {"adam", "adamw"}:
         return _resolve_adam(name, params)

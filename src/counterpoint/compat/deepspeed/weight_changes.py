@@ -1,6 +1,6 @@
 """Notice weights that a script has set between steps: all ranks are to have set the same.
 
-torch counts the operations in place on each parameter. What the counts show on one rank is told to all with the norm of
+torch counts the operations in place on each parameter. What the counts show on one rank is sent to all with the norm of
 the gradients, so that a step in which nothing was set costs no message and no pass over the weights; else all ranks
 compare checksums.
 """

@@ -1,4 +1,4 @@
-"""Interface of the storage behind a :class:`KVStore`, which checks all arguments before it calls it."""
+"""Interface of the storage of a :class:`KVStore`, which checks all arguments before it calls it."""
 
 from __future__ import annotations
 

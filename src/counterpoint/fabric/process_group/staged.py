@@ -1,4 +1,4 @@
-"""Tensors that no process group takes where they are: they travel through host memory, pinned beside a CUDA device."""
+"""Tensors that no process group accepts where they are: they travel through host memory, pinned for a CUDA device."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class ProcessGroupFabric(ProcessFabric):
         preceded by a frame between the hosts.
 
     Args:
-        host: moves tensors in host memory beside process groups of devices, and all values and frames.
-        control: compares announcements; ``host``, a part of it, or a fabric beside it.
+        host: moves tensors in host memory where the process groups are of devices, and all values and frames.
+        control: compares announcements; ``host``, a part of it, or another fabric.
         rendezvous: of the process groups.
         backend: their kind.
 

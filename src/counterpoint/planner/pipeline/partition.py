@@ -285,16 +285,16 @@ class _LevelSolution:
     def solve(cls, costs: _LevelCosts, rows: int) -> _LevelSolution:
         """Return the optimum for the first cuts as starts."""
         counts = range(1, costs.level.count + 1)
-        alone = tuple(costs.single_stage(replicas, rows) for replicas in counts)
-        behind = tuple(costs.later_stage(replicas) for replicas in counts[:-1])
+        single = tuple(costs.single_stage(replicas, rows) for replicas in counts)
+        later = tuple(costs.later_stage(replicas) for replicas in counts[:-1])
         values: list[CostTable] = []
         for count in counts:
-            best = alone[count - 1].copy()
+            best = single[count - 1].copy()
             for replicas, start in product(range(1, count), range(rows)):
-                combined = np.maximum(values[count - replicas - 1][start][:, None], behind[replicas - 1])
+                combined = np.maximum(values[count - replicas - 1][start][:, None], later[replicas - 1])
                 np.minimum(best[start], combined.min(axis=0), out=best[start])
             values.append(best)
-        return cls(tuple(values), alone, behind)
+        return cls(tuple(values), single, later)
 
     def last_stage(self, start: int, stop: int, count: int) -> tuple[int, int]:
         """Return the start of the optimum's last stage and its replicas; one stage if that is as good."""

@@ -369,7 +369,7 @@ class FlatGrads(GradStorage):
         """Return a copy of a shard; in the same memory in every step, if it stays until the next one.
 
         Otherwise shards that stay would lie between the gradients of the other units, which do not, so that these leave
-        holes behind, and a process has more memory than it uses.
+        holes, and a process has more memory than it uses.
         """
         if self.shard_allocator is None:
             return shard.clone()

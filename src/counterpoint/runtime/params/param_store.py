@@ -774,7 +774,7 @@ class ParamStore:
             self.weight_versions.reset()
 
     def keep_shards_in_place(self) -> None:
-        """Copy no shard of the largest gradients from now on, so that there is none beside its whole gradient."""
+        """Copy no shard of the largest gradients from now on: each would exist next to its whole gradient."""
         for storage in find_largest(self.flat_params()):
             storage.own_grads.keeps_shard_in_place = storage.weights.is_cpu
 
@@ -795,7 +795,7 @@ class ParamStore:
 
 
 def find_largest(flat_params: Iterable[FlatParams]) -> list[FlatParams]:
-    """Return those whose gradient is at least a quarter of all, beside which a copy of its shard would count.
+    """Return those whose gradient is at least a quarter of all, so that a copy of its shard would be a large addition.
 
     They are few, as the memory blocks that the ranks of a host can share.
     """

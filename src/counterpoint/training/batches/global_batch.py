@@ -86,7 +86,7 @@ def require_no_packed_sequence(values: Any) -> None:  # noqa: ANN401 - any nest 
     """
     if any(is_packed_sequence(leaf) for leaf in tree_leaves(values, is_leaf=is_packed_sequence)):
         raise DataError(
-            "the batch has a PackedSequence, whose samples cannot be told apart along dim 0; give the padded tensor "
+            "the batch has a PackedSequence, whose samples do not lie along dim 0; give the padded tensor "
             "and the lengths, and call pack_padded_sequence in forward"
         )
 

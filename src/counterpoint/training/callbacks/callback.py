@@ -127,7 +127,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """The disk did not take a checkpoint; the run goes on, and earlier checkpoints are intact.
+    """A checkpoint could not be written; the run continues, and earlier checkpoints are intact.
 
     Args:
         step: whose checkpoint it would have been.

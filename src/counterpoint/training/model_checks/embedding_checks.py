@@ -121,7 +121,7 @@ def require_whole_bags(model: nn.Module, inputs: Any, plan: Plan, run_forward: C
     if found:
         raise DataError(
             f"the offsets of module '{found[0]}' come with the batch and count the indices of all its samples, but "
-            f"under {plan} a batch is divided along dim 0, so that offsets and indices would be cut apart; give each "
+            f"under {plan} a batch is divided along dim 0, so that offsets would lose their indices; give each "
             "sample its own indices, padded to (samples, length) with padding_idx, or as a list with a tensor for each "
             "sample, of which forward makes offsets"
         )

@@ -22,7 +22,7 @@ from counterpoint.training.model_checks.embedding_checks import FrequencyScaling
 
 @dataclass(frozen=True, slots=True)
 class ForwardState:
-    """What a forward has left behind.
+    """What a forward has changed for good.
 
     Args:
         attributes: of the model, which it has changed or added.

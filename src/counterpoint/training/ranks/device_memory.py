@@ -120,7 +120,7 @@ class DeviceMemory:
 
 
 def describe_model(modules: Iterable[nn.Module]) -> str:
-    """Return what modules need, and the remedy, if a device has not even room for them."""
+    """Return what modules need, and the remedy, if even they do not fit on a device."""
     tensors = {id(one): one for module in modules for one in (*module.parameters(), *module.buffers())}
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return (
@@ -132,7 +132,7 @@ def describe_model(modules: Iterable[nn.Module]) -> str:
 def predict_bytes(plan: Plan, layers: LayerMemory | None, batch_size: int) -> int | None:
     """Return the peak memory of all ranks of a plan together; None if it cannot be executed.
 
-    Beside what the program holds, these are the batch, and the largest gradients of activations, which exist for a
+    Next to what the program holds, these are the batch, and the largest gradients of activations, which exist for a
     moment.
     """
     from counterpoint.planner.ranking import predict_rank_bytes

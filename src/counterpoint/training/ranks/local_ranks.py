@@ -727,7 +727,7 @@ class LocalRanks:
         return self.commits_together or not has_remote_ranks(self.world)
 
     def stop_signal_of(self, result: StepResult | LateResult) -> int:
-        """Return the signal that has asked any rank to stop, which the step's commit has told all; 0 for none."""
+        """Return the signal that has asked any rank to stop, which the step's commit has sent to all; 0 for none."""
         return result.stop_signal if has_remote_ranks(self.world) else next(iter(self.stop_signals), 0)
 
     def exchange_stop_signals(self, seconds: float = 0.0) -> tuple[int, float]:

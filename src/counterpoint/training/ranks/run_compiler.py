@@ -195,7 +195,7 @@ class RunCompiler:
         read_batch: Callable[[], Any] | None,
         on_whole: Callable[[PlanError], None],
     ) -> tuple[PartitionedModel, ForwardState]:
-        """Partition the model as a plan needs; return also what its forward leaves behind, if it sees parts of a batch.
+        """Partition the model for a plan; return also what its forward changes for good, if it sees parts of a batch.
 
         Args:
             plan: the plan.

@@ -228,7 +228,9 @@ def describe_record(record: ProgressRecord) -> str | None:
         case "saved":
             return f"{position} saved {record['path']}"
         case "save_failed":
-            return f"{position} not saved ({record['num_failed']} failed so far), training goes on: {record['reason']}"
+            return (
+                f"{position} not saved ({record['num_failed']} failed so far), training continues: {record['reason']}"
+            )
         # a PeerError is reported by the rank that failed
         case "end" if record["error"] is not None and not record["error"].startswith("PeerError"):
             return f"{position} ended early: {record['error']}"
