@@ -45,132 +45,8 @@ from counterpoint.fabric.rendezvous import Transport
 from counterpoint.ps.messages import DataTask, MembershipView
 from counterpoint.ps.session import NoTaskYet, Session
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialSum:
-    """Sum of adjacent slices: a subtree.
-
-    Args:
-        start: first slice, a multiple of ``size``.
-        size: number of slices, a power of two.
-        value: their sum; may be modified in place.
-    """
-
-    start: int
-    size: int
-    value: Tensor
-
-
-def add_partial_sum(partial_sums: list[PartialSum], partial_sum: PartialSum) -> None:
-    """Append a subtree; two halves of a larger subtree are merged.
-
-    Args:
-        partial_sums: earlier ones, adjacent and in order.
-        partial_sum: the next one.
-
-    Example:
-        >>> partial_sums = []
-        >>> for part in range(7):
-        ...     add_partial_sum(partial_sums, PartialSum(part, 1, torch.tensor([2.0**part])))
-        >>> [(partial.start, partial.size, float(partial.value)) for partial in partial_sums]
-        [(0, 4, 15.0), (4, 2, 48.0), (6, 1, 64.0)]
-    """
-    while (
-        partial_sums
-        and partial_sums[-1].size == partial_sum.size
-        and partial_sums[-1].start % (2 * partial_sum.size) == 0
-    ):
-        other = partial_sums.pop()
-        partial_sum = PartialSum(other.start, 2 * partial_sum.size, other.value.add_(partial_sum.value))
-    partial_sums.append(partial_sum)
-
-
-def finish_sum(partial_sums: Sequence[PartialSum]) -> Tensor:
-    """Return the sum of all slices, combining the remaining subtrees from the right."""
-    value = partial_sums[-1].value
-    for tree in reversed(partial_sums[:-1]):
-        value = tree.value.add_(value)
-    return value
-
-
-def aligned_ranges(start: int, stop: int) -> list[tuple[int, int]]:
-    """Return start and size of the subtrees that a run of slices becomes.
-
-    Example:
-        >>> aligned_ranges(3, 7)
-        [(3, 1), (4, 2), (6, 1)]
-    """
-    ranges = []
-    while start < stop:
-        size = 1
-        while start % (2 * size) == 0 and start + 2 * size <= stop:
-            size *= 2
-        ranges.append((start, size))
-        start += size
-    return ranges
-
-
-def tree_all_reduce(
-    workers: WorkerGroup, partial_sums: Sequence[PartialSum], num_parts: int, length: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the sum over all slices of a batch, of which each member has a contiguous run, as even as possible.
-
-    Each member sums one range of the gradient and sends the result to the others.
-
-    Args:
-        workers: the members.
-        partial_sums: subtrees of this member's run; modified in place.
-        num_parts: slices of all members.
-        length: of the gradient, a flat tensor.
-        dtype: of the sum.
-
-    Cost:
-        with one slice per member, each sends ``2 (n - 1) / n`` of the gradient, as a ring does; with more, the first
-        half of that once per subtree of a run, of which there are at most ``2 log2(slices)``.
-    """
-    fabric = workers.fabric
-    count, label = fabric.num_ranks, f"gradients in {dtype_name(dtype)}"
-    if count == 1:
-        return finish_sum(partial_sums)
-    bounds = [length * member // count for member in range(count + 1)]
-    ranges = list(pairwise(bounds))
-    runs = [aligned_ranges(*run) for run in split_batch(num_parts, count)]
-    counts = [[len(run) * (stop - start) for start, stop in ranges] for run in runs]
-    chunks = [tree.value[start:stop] for start, stop in ranges for tree in partial_sums]
-    send_buffer = torch.cat(chunks) if chunks else torch.empty(0, dtype=dtype)
-    received, work = fabric.all_to_all(label, send_buffer, counts, workers.ranks)
-    workers.wait(work)
-    low, high = ranges[fabric.rank]
-    received_sums: list[PartialSum] = []
-    for index, (start, size) in enumerate(chain.from_iterable(runs)):
-        add_partial_sum(
-            received_sums, PartialSum(start, size, received[index * (high - low) : (index + 1) * (high - low)])
-        )
-    gradient = torch.empty(length, dtype=dtype)
-    gradient[low:high] = finish_sum(received_sums)
-    workers.wait(fabric.all_gather(label, gradient, bounds, workers.ranks))
-    return gradient
-
-
 MAX_RENDEZVOUS = 3
 """Rendezvous attempts in one generation."""
-
-
-@dataclass(slots=True)
-class PartialGradient:
-    """What one worker has computed of a step.
-
-    Attributes:
-        grad_counts: for each parameter, how many of its slices had a gradient.
-        partial_sums: sums of the gradients of its slices, by dtype.
-        events: its slices.
-        error: why it is incomplete.
-    """
-
-    grad_counts: Tensor
-    partial_sums: dict[torch.dtype, list[PartialSum]] = field(default_factory=dict)
-    events: list[SliceTrained] = field(default_factory=list)
-    error: Exception | None = None
 
 
 class AllReduceWorker:
@@ -442,3 +318,126 @@ class AllReduceWorker:
         steps_per_checkpoint = -(-self.config.checkpoint_every_slices // per_step)
         if step and steps_per_checkpoint and step % steps_per_checkpoint == 0:
             self.replica.save()
+
+
+@dataclass(slots=True)
+class PartialGradient:
+    """What one worker has computed of a step.
+
+    Attributes:
+        grad_counts: for each parameter, how many of its slices had a gradient.
+        partial_sums: sums of the gradients of its slices, by dtype.
+        events: its slices.
+        error: why it is incomplete.
+    """
+
+    grad_counts: Tensor
+    partial_sums: dict[torch.dtype, list[PartialSum]] = field(default_factory=dict)
+    events: list[SliceTrained] = field(default_factory=list)
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialSum:
+    """Sum of adjacent slices: a subtree.
+
+    Args:
+        start: first slice, a multiple of ``size``.
+        size: number of slices, a power of two.
+        value: their sum; may be modified in place.
+    """
+
+    start: int
+    size: int
+    value: Tensor
+
+
+def add_partial_sum(partial_sums: list[PartialSum], partial_sum: PartialSum) -> None:
+    """Append a subtree; two halves of a larger subtree are merged.
+
+    Args:
+        partial_sums: earlier ones, adjacent and in order.
+        partial_sum: the next one.
+
+    Example:
+        >>> partial_sums = []
+        >>> for part in range(7):
+        ...     add_partial_sum(partial_sums, PartialSum(part, 1, torch.tensor([2.0**part])))
+        >>> [(partial.start, partial.size, float(partial.value)) for partial in partial_sums]
+        [(0, 4, 15.0), (4, 2, 48.0), (6, 1, 64.0)]
+    """
+    while (
+        partial_sums
+        and partial_sums[-1].size == partial_sum.size
+        and partial_sums[-1].start % (2 * partial_sum.size) == 0
+    ):
+        other = partial_sums.pop()
+        partial_sum = PartialSum(other.start, 2 * partial_sum.size, other.value.add_(partial_sum.value))
+    partial_sums.append(partial_sum)
+
+
+def finish_sum(partial_sums: Sequence[PartialSum]) -> Tensor:
+    """Return the sum of all slices, combining the remaining subtrees from the right."""
+    value = partial_sums[-1].value
+    for tree in reversed(partial_sums[:-1]):
+        value = tree.value.add_(value)
+    return value
+
+
+def aligned_ranges(start: int, stop: int) -> list[tuple[int, int]]:
+    """Return start and size of the subtrees that a run of slices becomes.
+
+    Example:
+        >>> aligned_ranges(3, 7)
+        [(3, 1), (4, 2), (6, 1)]
+    """
+    ranges = []
+    while start < stop:
+        size = 1
+        while start % (2 * size) == 0 and start + 2 * size <= stop:
+            size *= 2
+        ranges.append((start, size))
+        start += size
+    return ranges
+
+
+def tree_all_reduce(
+    workers: WorkerGroup, partial_sums: Sequence[PartialSum], num_parts: int, length: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the sum over all slices of a batch, of which each member has a contiguous run, as even as possible.
+
+    Each member sums one range of the gradient and sends the result to the others.
+
+    Args:
+        workers: the members.
+        partial_sums: subtrees of this member's run; modified in place.
+        num_parts: slices of all members.
+        length: of the gradient, a flat tensor.
+        dtype: of the sum.
+
+    Cost:
+        with one slice per member, each sends ``2 (n - 1) / n`` of the gradient, as a ring does; with more, the first
+        half of that once per subtree of a run, of which there are at most ``2 log2(slices)``.
+    """
+    fabric = workers.fabric
+    count, label = fabric.num_ranks, f"gradients in {dtype_name(dtype)}"
+    if count == 1:
+        return finish_sum(partial_sums)
+    bounds = [length * member // count for member in range(count + 1)]
+    ranges = list(pairwise(bounds))
+    runs = [aligned_ranges(*run) for run in split_batch(num_parts, count)]
+    counts = [[len(run) * (stop - start) for start, stop in ranges] for run in runs]
+    chunks = [tree.value[start:stop] for start, stop in ranges for tree in partial_sums]
+    send_buffer = torch.cat(chunks) if chunks else torch.empty(0, dtype=dtype)
+    received, work = fabric.all_to_all(label, send_buffer, counts, workers.ranks)
+    workers.wait(work)
+    low, high = ranges[fabric.rank]
+    received_sums: list[PartialSum] = []
+    for index, (start, size) in enumerate(chain.from_iterable(runs)):
+        add_partial_sum(
+            received_sums, PartialSum(start, size, received[index * (high - low) : (index + 1) * (high - low)])
+        )
+    gradient = torch.empty(length, dtype=dtype)
+    gradient[low:high] = finish_sum(received_sums)
+    workers.wait(fabric.all_gather(label, gradient, bounds, workers.ranks))
+    return gradient

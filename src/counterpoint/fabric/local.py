@@ -38,99 +38,8 @@ from counterpoint.fabric.rank_scheduler import RankScheduler
 from counterpoint.rpc.tensor_codec import dtype_code
 
 T = TypeVar("T")
+
 COMPLETED: Final = CompletedWork()
-
-
-class LocalState:
-    """State shared by the ranks of one world: messages in flight, and collectives that some members have not joined."""
-
-    def __init__(self) -> None:
-        self.messages: defaultdict[tuple[int, int], deque[tuple[str, tuple[Tensor, ...]]]] = defaultdict(deque)
-        self.collectives: dict[tuple[Group, int], LocalCollective] = {}
-        self.next_index: defaultdict[tuple[int, Group], int] = defaultdict(int)
-        self.errors: dict[Group, str] = {}
-        self.communication: CommunicationStream | None = None  # of the device, unless tensors are in host memory
-        self.unordered: set[LocalCollective] = set()  # launched there, and the computing stream does not wait yet
-
-    def use_accelerator(self, accelerator: Accelerator) -> None:
-        """Communicate on a stream of the device that tensors will be on, unless it is the host."""
-        communication = self.communication
-        if accelerator.is_host or (communication and communication.accelerator.device == accelerator.device):
-            return
-        self.communication = CommunicationStream(accelerator)
-
-    def share_current_stream(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return a function whose result lets any thread's work be done on the stream that is now this thread's."""
-        if self.communication is None:
-            return nullcontext
-        accelerator = self.communication.accelerator
-        return partial(accelerator.stream, accelerator.current_stream())
-
-    def join_collective(
-        self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput, *, is_timed: bool = False
-    ) -> LocalCollective:
-        """Add this rank to the next collective of the signature's group; return the collective."""
-        group = operation.group
-        index = self.next_index[rank, group]
-        self.next_index[rank, group] += 1
-        collective = self.collectives.setdefault((group, index), LocalCollective(group, index))
-        if is_timed and collective.span is None:
-            collective.span = DeviceSpan()
-        stream = self.communication
-        if stream is None or not stream.holds_any(tensors if isinstance(tensors, tuple) else (tensors,)):
-            collective.join(rank, operation, tensors)
-        else:
-            span = collective.span
-            with stream.after_current():
-                began = None if span is None else stream.record_end(enable_timing=True)
-                collective.join(rank, operation, tensors)
-            if collective.all_joined:
-                collective.end = stream.record_end(enable_timing=span is not None)
-                self.unordered.add(collective)
-                if span is not None:
-                    span.began, span.ended = began, collective.end
-        if collective.error is not None:
-            self.errors.setdefault(group, collective.error)
-        if collective.all_joined:
-            del self.collectives[group, index]
-        return collective
-
-    def order_after(self, collective: LocalCollective) -> None:
-        """Let this thread's current stream wait for a collective whose members have all joined."""
-        if self.communication is not None and collective.end is not None:
-            self.communication.wait_for(collective.end)
-            self.unordered.discard(collective)
-
-    def clear(self) -> None:
-        """Drop everything in flight; what was launched ends before its memory is used again."""
-        if self.communication is not None:
-            self.communication.wait_for_all()
-        self.messages.clear()
-        self.collectives.clear()
-        self.next_index.clear()
-        self.errors.clear()
-        self.unordered.clear()
-
-
-class LocalWork(Work):
-    """A collective among ranks of this process."""
-
-    def __init__(self, fabric: LocalFabric, operation: CollectiveSignature, collective: LocalCollective) -> None:
-        self._fabric = fabric
-        self._operation = operation
-        self._collective = collective
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last member has joined; a device may still be at work."""
-        return self._collective.is_done
-
-    def wait(self) -> None:
-        """Run the other ranks until the last member has joined; on a device, make the current stream wait."""
-        collective = self._collective
-        description = f"{self._operation.kind} of {self._operation.label} among {format_ranks(collective.group)}"
-        self._fabric.wait_collective(collective, lambda: f"{description} with {format_ranks(collective.missing)}")
-        self._fabric.order_after(collective)
 
 
 class LocalFabric(Fabric):
@@ -306,6 +215,98 @@ class LocalFabric(Fabric):
         if self._spans is not None and collective.span is not None:
             self._spans.append(collective.span)
         return collective
+
+
+class LocalWork(Work):
+    """A collective among ranks of this process."""
+
+    def __init__(self, fabric: LocalFabric, operation: CollectiveSignature, collective: LocalCollective) -> None:
+        self._fabric = fabric
+        self._operation = operation
+        self._collective = collective
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last member has joined; a device may still be at work."""
+        return self._collective.is_done
+
+    def wait(self) -> None:
+        """Run the other ranks until the last member has joined; on a device, make the current stream wait."""
+        collective = self._collective
+        description = f"{self._operation.kind} of {self._operation.label} among {format_ranks(collective.group)}"
+        self._fabric.wait_collective(collective, lambda: f"{description} with {format_ranks(collective.missing)}")
+        self._fabric.order_after(collective)
+
+
+class LocalState:
+    """State shared by the ranks of one world: messages in flight, and collectives that some members have not joined."""
+
+    def __init__(self) -> None:
+        self.messages: defaultdict[tuple[int, int], deque[tuple[str, tuple[Tensor, ...]]]] = defaultdict(deque)
+        self.collectives: dict[tuple[Group, int], LocalCollective] = {}
+        self.next_index: defaultdict[tuple[int, Group], int] = defaultdict(int)
+        self.errors: dict[Group, str] = {}
+        self.communication: CommunicationStream | None = None  # of the device, unless tensors are in host memory
+        self.unordered: set[LocalCollective] = set()  # launched there, and the computing stream does not wait yet
+
+    def use_accelerator(self, accelerator: Accelerator) -> None:
+        """Communicate on a stream of the device that tensors will be on, unless it is the host."""
+        communication = self.communication
+        if accelerator.is_host or (communication and communication.accelerator.device == accelerator.device):
+            return
+        self.communication = CommunicationStream(accelerator)
+
+    def share_current_stream(self) -> Callable[[], AbstractContextManager[object]]:
+        """Return a function whose result lets any thread's work be done on the stream that is now this thread's."""
+        if self.communication is None:
+            return nullcontext
+        accelerator = self.communication.accelerator
+        return partial(accelerator.stream, accelerator.current_stream())
+
+    def join_collective(
+        self, rank: int, operation: CollectiveSignature, tensors: CollectiveInput, *, is_timed: bool = False
+    ) -> LocalCollective:
+        """Add this rank to the next collective of the signature's group; return the collective."""
+        group = operation.group
+        index = self.next_index[rank, group]
+        self.next_index[rank, group] += 1
+        collective = self.collectives.setdefault((group, index), LocalCollective(group, index))
+        if is_timed and collective.span is None:
+            collective.span = DeviceSpan()
+        stream = self.communication
+        if stream is None or not stream.holds_any(tensors if isinstance(tensors, tuple) else (tensors,)):
+            collective.join(rank, operation, tensors)
+        else:
+            span = collective.span
+            with stream.after_current():
+                began = None if span is None else stream.record_end(enable_timing=True)
+                collective.join(rank, operation, tensors)
+            if collective.all_joined:
+                collective.end = stream.record_end(enable_timing=span is not None)
+                self.unordered.add(collective)
+                if span is not None:
+                    span.began, span.ended = began, collective.end
+        if collective.error is not None:
+            self.errors.setdefault(group, collective.error)
+        if collective.all_joined:
+            del self.collectives[group, index]
+        return collective
+
+    def order_after(self, collective: LocalCollective) -> None:
+        """Let this thread's current stream wait for a collective whose members have all joined."""
+        if self.communication is not None and collective.end is not None:
+            self.communication.wait_for(collective.end)
+            self.unordered.discard(collective)
+
+    def clear(self) -> None:
+        """Drop everything in flight; what was launched ends before its memory is used again."""
+        if self.communication is not None:
+            self.communication.wait_for_all()
+        self.messages.clear()
+        self.collectives.clear()
+        self.next_index.clear()
+        self.errors.clear()
+        self.unordered.clear()
 
 
 class LocalWorld:

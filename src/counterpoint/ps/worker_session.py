@@ -54,233 +54,14 @@ from counterpoint.ps.session import NO_TASK_YET, InitialRows, NoTaskYet, PullRes
 from counterpoint.ps.update_rules import Assign, Initializer, UpdateRule
 from counterpoint.rpc.job_key import JobKey
 
-
-def error_from_rejection(rejected: Rejected, values: Tensor | None = None) -> CounterpointError:
-    """Return the error for a rejection that a retry would not change.
-
-    Args:
-        rejected: the reply.
-        values: pushed values, if it was a push.
-
-    Example:
-        >>> error_from_rejection(Rejected(0, 3, False, "full", "out of memory", 1))
-        PlanError('out of memory')
-    """
-    if values is not None and not bool(values.isfinite().all()):
-        return DataError(rejected.text)
-    match rejected.reason:
-        case "request" | "full":
-            return PlanError(rejected.text)
-        case "identity":
-            return LaunchError(rejected.text)
-        case "generation" | "later" | "lost" | "over":
-            return PeerError(rejected.text)
-        case _:
-            assert_never(rejected.reason)
-
-
 PartReply: TypeAlias = PushReply | PullReply | Ack
+
 Result = TypeVar("Result")
-
-
-class MessageTransport(Protocol):
-    """Transport of a session's messages, in this process or over sockets."""
-
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """Lock that gives exclusive access to the session."""
-
-    def execute(self, actions: Sequence[PsAction]) -> None:
-        """Send messages; called with the lock held."""
-
-    def batch(self) -> AbstractContextManager[None]:
-        """Return a context whose messages are sent together at its end."""
-
-    def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Tell whether the condition becomes true within the time; called without the lock."""
-
-    def can_send(self) -> bool:
-        """Tell whether the backlog of unsent messages is small enough to send more."""
-
-    @property
-    def last_error(self) -> CounterpointError | None:
-        """Last connection error; a ProtocolError if a retry would not help."""
-
-    def close(self) -> None:
-        """Release all resources."""
-
-
-class PendingRequest(Generic[Result]):
-    """A request to one or more shards, and the replies so far.
-
-    Args:
-        transport: of the session.
-        what: description of the request, for errors.
-        num_parts: number of expected replies.
-        finish: combines the replies when the result is awaited.
-        timeout_s: default timeout.
-        values: pushed values, if it is a push.
-    """
-
-    def __init__(
-        self,
-        transport: MessageTransport,
-        what: str,
-        num_parts: int,
-        finish: Callable[[list[PartReply]], Result],
-        timeout_s: float,
-        values: Tensor | None = None,
-    ) -> None:
-        self._transport = transport
-        self._what = what
-        self._finish = finish
-        self._deadline_s = timeout_s
-        self._values = values
-        self._replies: list[PartReply | None] = [None] * num_parts
-        self._num_missing = num_parts
-        self._error: CounterpointError | None = None
-        self._result: Result | None = None
-
-    def on_reply(self, part: int, reply: PartReply | Rejected) -> None:
-        """Record the reply of one shard."""
-        if isinstance(reply, Rejected):
-            self.fail(error_from_rejection(reply, self._values))
-            return
-        self._num_missing -= self._replies[part] is None
-        self._replies[part] = reply
-
-    def fail(self, error: CounterpointError) -> None:
-        """Fail the request."""
-        self._error = self._error or error
-
-    def done(self) -> bool:
-        """Tell whether all shards have replied, or one has rejected the request."""
-        return self._error is not None or not self._num_missing
-
-    def wait(self, timeout_s: float | None = None) -> Result:
-        """Return the result; see :class:`counterpoint.ps.session.PendingResult`."""
-        limit_s = self._deadline_s if timeout_s is None else timeout_s
-        if not self._transport.wait(self.done, limit_s):
-            missing = f"{self._num_missing} of {len(self._replies)} replies missing"
-            raise PeerError(
-                f"waited {limit_s:g} s for {self._what}, {missing}; check that the servers run, and which workers they "
-                "wait for"
-            )
-        if self._error is not None:
-            raise self._error
-        if self._result is None:
-            self._result = self._finish([reply for reply in self._replies if reply is not None])
-            self._replies = list(self._replies[:0])
-        return self._result
-
 
 CoordinatorResponse: TypeAlias = TaskReply | CheckpointReply | Ack | Rejected
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.005, 0.1
 """Interval between requests for data: the first and the longest one; it doubles each time."""
-
-
-class CoordinatorClient:
-    """Calls to the coordinator, one at a time, and tasks that arrived while no call waited for them.
-
-    Args:
-        client: protocol state machine of the worker.
-        transport: of its messages.
-    """
-
-    def __init__(self, client: PsClient, transport: MessageTransport) -> None:
-        self._client, self._transport = client, transport
-        self._make_request: Callable[[RequestHeader], CoordinatorCall] | None = None
-        self._is_task_request = False
-        self._response: CoordinatorResponse | None = None
-        self._spare_tasks: list[TaskReply] = []
-        self.error: CounterpointError | None = None
-
-    def on_response(self, response: CoordinatorResponse) -> list[PsAction]:
-        """Process a response of the coordinator; return the actions to execute.
-
-        A task that arrives when none is awaited, because an earlier call was still open, is kept for later.
-        """
-        if isinstance(response, TaskReply) and not self._is_task_request:
-            self._spare_tasks.append(response)
-            return [] if self._make_request is None else self._client.call_coordinator(self._make_request)
-        if isinstance(response, Rejected) and not self._client.membership.is_member:
-            self.error = error_from_rejection(response)
-        elif self._is_task_request or not _is_no_task_yet(response):
-            self._response = response
-        return []
-
-    def lease(self, timeout_s: float) -> DataTask | NoTaskYet | None:
-        """Return a task; None if all data has been processed."""
-        if not self._spare_tasks:
-            response = self._call(TaskRequest, timeout_s)
-            if not isinstance(response, TaskReply):
-                return NO_TASK_YET
-            return response.task
-        return self._spare_tasks.pop(0).task
-
-    def call(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> CoordinatorResponse:
-        """Return the response of the coordinator.
-
-        Raises:
-            PeerError: the job has stopped, or there is no response in time.
-        """
-        return self._call(make_request, 0.0)
-
-    def fail(self, error: CounterpointError) -> None:
-        """Fail the call that waits, and all later ones."""
-        self.error = error
-
-    def start_call(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> None:
-        """Send a call."""
-        with self._transport.lock:
-            self._make_request, self._is_task_request, self._response = make_request, make_request is TaskRequest, None
-            self._transport.execute(self._client.call_coordinator(make_request))
-
-    def wait_response(self, timeout_s: float) -> bool:
-        """Tell whether a response arrives in time."""
-        return self._transport.wait(lambda: self._response is not None or self.error is not None, timeout_s)
-
-    def _call(self, make_request: Callable[[RequestHeader], CoordinatorCall], timeout_s: float) -> CoordinatorResponse:
-        lease_s = self._client.job.timeouts.lease_s
-        self.start_call(make_request)
-        try:
-            self.wait_response(lease_s)
-            self._poll(make_request, timeout_s)
-        finally:
-            with self._transport.lock:
-                response, self._make_request, self._is_task_request = self._response, None, False
-        if (
-            response is None and self.error is not None
-        ):  # a worker that has left is rejected, which is no error if it got its response
-            raise self.error
-        if response is None:
-            raise PeerError(
-                f"waited {lease_s:g} s for the coordinator of {self._client.job.name} to answer {self._client.name}; "
-                "check that it runs"
-            )
-        if isinstance(response, Rejected) and response.reason != "later":
-            raise error_from_rejection(response)
-        return response
-
-    def _poll(self, make_request: Callable[[RequestHeader], CoordinatorCall], timeout_s: float) -> None:
-        """Repeat a task request while no task may start, since the coordinator does not notify waiting workers."""
-        left_s, pause_s = timeout_s, MIN_BACKOFF_S
-        while left_s > 0 and self._is_waiting():
-            if self._transport.wait(lambda: not self._is_waiting(), min(pause_s, left_s)):
-                return
-            left_s, pause_s = left_s - pause_s, min(2 * pause_s, MAX_BACKOFF_S)
-            with self._transport.lock:
-                if self._is_waiting():
-                    self._transport.execute(self._client.call_coordinator(make_request))
-
-    def _is_waiting(self) -> bool:
-        return _is_no_task_yet(self._response) and self.error is None
-
-
-def _is_no_task_yet(response: CoordinatorResponse | None) -> bool:
-    return isinstance(response, Rejected) and response.reason == "later"
-
 
 FinishedT = TypeVar("FinishedT")
 
@@ -607,3 +388,220 @@ class WorkerSession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
+
+
+class CoordinatorClient:
+    """Calls to the coordinator, one at a time, and tasks that arrived while no call waited for them.
+
+    Args:
+        client: protocol state machine of the worker.
+        transport: of its messages.
+    """
+
+    def __init__(self, client: PsClient, transport: MessageTransport) -> None:
+        self._client, self._transport = client, transport
+        self._make_request: Callable[[RequestHeader], CoordinatorCall] | None = None
+        self._is_task_request = False
+        self._response: CoordinatorResponse | None = None
+        self._spare_tasks: list[TaskReply] = []
+        self.error: CounterpointError | None = None
+
+    def on_response(self, response: CoordinatorResponse) -> list[PsAction]:
+        """Process a response of the coordinator; return the actions to execute.
+
+        A task that arrives when none is awaited, because an earlier call was still open, is kept for later.
+        """
+        if isinstance(response, TaskReply) and not self._is_task_request:
+            self._spare_tasks.append(response)
+            return [] if self._make_request is None else self._client.call_coordinator(self._make_request)
+        if isinstance(response, Rejected) and not self._client.membership.is_member:
+            self.error = error_from_rejection(response)
+        elif self._is_task_request or not _is_no_task_yet(response):
+            self._response = response
+        return []
+
+    def lease(self, timeout_s: float) -> DataTask | NoTaskYet | None:
+        """Return a task; None if all data has been processed."""
+        if not self._spare_tasks:
+            response = self._call(TaskRequest, timeout_s)
+            if not isinstance(response, TaskReply):
+                return NO_TASK_YET
+            return response.task
+        return self._spare_tasks.pop(0).task
+
+    def call(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> CoordinatorResponse:
+        """Return the response of the coordinator.
+
+        Raises:
+            PeerError: the job has stopped, or there is no response in time.
+        """
+        return self._call(make_request, 0.0)
+
+    def fail(self, error: CounterpointError) -> None:
+        """Fail the call that waits, and all later ones."""
+        self.error = error
+
+    def start_call(self, make_request: Callable[[RequestHeader], CoordinatorCall]) -> None:
+        """Send a call."""
+        with self._transport.lock:
+            self._make_request, self._is_task_request, self._response = make_request, make_request is TaskRequest, None
+            self._transport.execute(self._client.call_coordinator(make_request))
+
+    def wait_response(self, timeout_s: float) -> bool:
+        """Tell whether a response arrives in time."""
+        return self._transport.wait(lambda: self._response is not None or self.error is not None, timeout_s)
+
+    def _call(self, make_request: Callable[[RequestHeader], CoordinatorCall], timeout_s: float) -> CoordinatorResponse:
+        lease_s = self._client.job.timeouts.lease_s
+        self.start_call(make_request)
+        try:
+            self.wait_response(lease_s)
+            self._poll(make_request, timeout_s)
+        finally:
+            with self._transport.lock:
+                response, self._make_request, self._is_task_request = self._response, None, False
+        if (
+            response is None and self.error is not None
+        ):  # a worker that has left is rejected, which is no error if it got its response
+            raise self.error
+        if response is None:
+            raise PeerError(
+                f"waited {lease_s:g} s for the coordinator of {self._client.job.name} to answer {self._client.name}; "
+                "check that it runs"
+            )
+        if isinstance(response, Rejected) and response.reason != "later":
+            raise error_from_rejection(response)
+        return response
+
+    def _poll(self, make_request: Callable[[RequestHeader], CoordinatorCall], timeout_s: float) -> None:
+        """Repeat a task request while no task may start, since the coordinator does not notify waiting workers."""
+        left_s, pause_s = timeout_s, MIN_BACKOFF_S
+        while left_s > 0 and self._is_waiting():
+            if self._transport.wait(lambda: not self._is_waiting(), min(pause_s, left_s)):
+                return
+            left_s, pause_s = left_s - pause_s, min(2 * pause_s, MAX_BACKOFF_S)
+            with self._transport.lock:
+                if self._is_waiting():
+                    self._transport.execute(self._client.call_coordinator(make_request))
+
+    def _is_waiting(self) -> bool:
+        return _is_no_task_yet(self._response) and self.error is None
+
+
+def _is_no_task_yet(response: CoordinatorResponse | None) -> bool:
+    return isinstance(response, Rejected) and response.reason == "later"
+
+
+class PendingRequest(Generic[Result]):
+    """A request to one or more shards, and the replies so far.
+
+    Args:
+        transport: of the session.
+        what: description of the request, for errors.
+        num_parts: number of expected replies.
+        finish: combines the replies when the result is awaited.
+        timeout_s: default timeout.
+        values: pushed values, if it is a push.
+    """
+
+    def __init__(
+        self,
+        transport: MessageTransport,
+        what: str,
+        num_parts: int,
+        finish: Callable[[list[PartReply]], Result],
+        timeout_s: float,
+        values: Tensor | None = None,
+    ) -> None:
+        self._transport = transport
+        self._what = what
+        self._finish = finish
+        self._deadline_s = timeout_s
+        self._values = values
+        self._replies: list[PartReply | None] = [None] * num_parts
+        self._num_missing = num_parts
+        self._error: CounterpointError | None = None
+        self._result: Result | None = None
+
+    def on_reply(self, part: int, reply: PartReply | Rejected) -> None:
+        """Record the reply of one shard."""
+        if isinstance(reply, Rejected):
+            self.fail(error_from_rejection(reply, self._values))
+            return
+        self._num_missing -= self._replies[part] is None
+        self._replies[part] = reply
+
+    def fail(self, error: CounterpointError) -> None:
+        """Fail the request."""
+        self._error = self._error or error
+
+    def done(self) -> bool:
+        """Tell whether all shards have replied, or one has rejected the request."""
+        return self._error is not None or not self._num_missing
+
+    def wait(self, timeout_s: float | None = None) -> Result:
+        """Return the result; see :class:`counterpoint.ps.session.PendingResult`."""
+        limit_s = self._deadline_s if timeout_s is None else timeout_s
+        if not self._transport.wait(self.done, limit_s):
+            missing = f"{self._num_missing} of {len(self._replies)} replies missing"
+            raise PeerError(
+                f"waited {limit_s:g} s for {self._what}, {missing}; check that the servers run, and which workers they "
+                "wait for"
+            )
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            self._result = self._finish([reply for reply in self._replies if reply is not None])
+            self._replies = list(self._replies[:0])
+        return self._result
+
+
+class MessageTransport(Protocol):
+    """Transport of a session's messages, in this process or over sockets."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Lock that gives exclusive access to the session."""
+
+    def execute(self, actions: Sequence[PsAction]) -> None:
+        """Send messages; called with the lock held."""
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Return a context whose messages are sent together at its end."""
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Tell whether the condition becomes true within the time; called without the lock."""
+
+    def can_send(self) -> bool:
+        """Tell whether the backlog of unsent messages is small enough to send more."""
+
+    @property
+    def last_error(self) -> CounterpointError | None:
+        """Last connection error; a ProtocolError if a retry would not help."""
+
+    def close(self) -> None:
+        """Release all resources."""
+
+
+def error_from_rejection(rejected: Rejected, values: Tensor | None = None) -> CounterpointError:
+    """Return the error for a rejection that a retry would not change.
+
+    Args:
+        rejected: the reply.
+        values: pushed values, if it was a push.
+
+    Example:
+        >>> error_from_rejection(Rejected(0, 3, False, "full", "out of memory", 1))
+        PlanError('out of memory')
+    """
+    if values is not None and not bool(values.isfinite().all()):
+        return DataError(rejected.text)
+    match rejected.reason:
+        case "request" | "full":
+            return PlanError(rejected.text)
+        case "identity":
+            return LaunchError(rejected.text)
+        case "generation" | "later" | "lost" | "over":
+            return PeerError(rejected.text)
+        case _:
+            assert_never(rejected.reason)

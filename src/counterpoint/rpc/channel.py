@@ -44,174 +44,6 @@ from counterpoint.rpc.tensor_codec import payload_bytes
 MAX_RECORDS_PER_SEND = 16  # records per send call, if they are small or were not copied
 
 
-class FrameWriter:
-    """Encode frames as records, for one direction of a connection; a record is encoded just before it is sent."""
-
-    def __init__(self, writer: RecordWriter, first: bytes = b"") -> None:
-        self._writer = writer
-        self._frames: deque[Iterator[memoryview]] = deque()
-        self._sealed: list[memoryview] = [memoryview(first)] if first else []
-        self.unsent_bytes = 0
-        self._in_flight_bytes = 0
-
-    def enqueue(self, chunks: Sequence[memoryview]) -> None:
-        """Append a frame.
-
-        Args:
-            chunks: its header and body; must not change until sent.
-        """
-        self.unsent_bytes += sum(map(len, chunks))
-        self._frames.append(_split_records(chunks))
-
-    def pending_buffers(self) -> Sequence[memoryview]:
-        """Return the buffers to send next; empty if everything has been sent."""
-        if not self._sealed:
-            self.unsent_bytes -= self._in_flight_bytes
-            self._in_flight_bytes = 0
-            self._seal_records()
-        return self._sealed
-
-    def _seal_records(self) -> None:
-        """Encode some records: small ones, or up to the first that occupies the scratch memory of the next."""
-        for _ in range(MAX_RECORDS_PER_SEND):
-            record = self._next_record()
-            if record is None:
-                return
-            self._sealed += self._writer.seal(record)
-            self._in_flight_bytes += len(record)
-            if self._writer.uses_scratch and len(record) > SMALL_BYTES:
-                return
-
-    def _next_record(self) -> memoryview | None:
-        while self._frames:
-            record = next(self._frames[0], None)
-            if record is not None:
-                return record
-            self._frames.popleft()
-        return None
-
-    def on_sent(self, num_bytes: int) -> None:
-        """Remove bytes that have been sent from the pending buffers."""
-        while num_bytes:
-            num_done = min(num_bytes, len(self._sealed[0]))
-            num_bytes -= num_done
-            self._sealed[0] = self._sealed[0][num_done:]
-            if not self._sealed[0]:
-                del self._sealed[0]
-
-
-def _split_records(chunks: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield the header, then the body in full records and a last one; contiguous data is not copied."""
-    head, *rest = chunks
-    yield head
-    record = bytearray()
-    for chunk in rest:
-        while chunk:
-            if not record and len(chunk) >= RECORD_BYTES:
-                yield chunk[:RECORD_BYTES]
-                chunk = chunk[RECORD_BYTES:]
-                continue
-            space = RECORD_BYTES - len(record)
-            record += chunk[:space]
-            chunk = chunk[space:]
-            if len(record) == RECORD_BYTES:
-                yield memoryview(record)
-                record = bytearray()
-    if record:
-        yield memoryview(record)
-
-
-class FrameReader:
-    """Decode records into messages, for one direction of a connection.
-
-    Args:
-        reader: record decoder of the session.
-        limits: of this side.
-        pool: allocates memory for bodies.
-        peer_buffers: shared buffers in which payloads may be.
-    """
-
-    def __init__(
-        self, reader: RecordReader, limits: RpcLimits, pool: ReceiveBufferPool, peer_buffers: PeerBuffers | None = None
-    ) -> None:
-        self._reader = reader
-        self._limits = limits
-        self._pool = pool
-        self._raw_header = memoryview(bytearray(HEADER.size))
-        self._header: RpcFrameHeader | None = None
-        self._buffer = ReceiveBuffer(bytearray(), 0)
-        self._num_decoded = 0  # bytes of the body
-        self._to_fill = list(reader.receive(self._raw_header))
-        self._has_begun = False
-        self._peer_buffers = peer_buffers
-        self.control_frames: list[tuple[int, RpcMessage]] = []  # frames about shared buffers, with their type
-        self.is_closed_by_peer = False
-
-    @property
-    def is_within_frame(self) -> bool:
-        """Whether a frame has begun and not ended."""
-        return self._has_begun
-
-    def receive_buffers(self) -> Sequence[memoryview]:
-        """Return the buffers to fill with the next bytes."""
-        return self._to_fill
-
-    def on_bytes(self, num_bytes: int) -> RpcMessage | None:
-        """Process received bytes; return the message that they complete, if any.
-
-        Args:
-            num_bytes: number of bytes in the receive buffers, at most their size.
-
-        Raises:
-            ProtocolError: a record fails verification, or the frame is malformed.
-        """
-        self._has_begun = self._has_begun or num_bytes > 0
-        while num_bytes:
-            filled = min(num_bytes, len(self._to_fill[0]))
-            num_bytes -= filled
-            self._to_fill[0] = self._to_fill[0][filled:]
-            if not self._to_fill[0]:
-                del self._to_fill[0]
-        return None if self._to_fill else self._on_record()
-
-    def _on_record(self) -> RpcMessage | None:
-        self._reader.open()
-        if self._header is None:
-            head = decode_header(self._raw_header, self._limits)
-            if head.frame_type == CLOSE:
-                self._has_begun, self.is_closed_by_peer = False, True
-                return None
-            self._header, self._num_decoded = head, 0
-            self._buffer = self._pool.allocate(head.body_bytes)
-        else:
-            self._num_decoded = min(self._num_decoded + RECORD_BYTES, self._header.body_bytes)
-        if self._num_decoded < self._header.body_bytes:
-            end = min(self._num_decoded + RECORD_BYTES, self._header.body_bytes)
-            self._to_fill = list(self._reader.receive(self._buffer.memory[self._num_decoded : end]))
-            return None
-        return self._on_frame(self._header)
-
-    def _on_frame(self, head: RpcFrameHeader) -> RpcMessage | None:
-        """Decode a complete frame, and prepare for the next one."""
-        buffer, self._buffer, self._header, self._has_begun = self._buffer, ReceiveBuffer(bytearray(), 0), None, False
-        message = decode_body(head, buffer, self._peer_buffers)
-        self._to_fill = list(self._reader.receive(self._raw_header))
-        if head.frame_type in {MESSAGE, SHM_PAYLOAD}:
-            return message
-        if self._peer_buffers is None:
-            raise malformed_frame(f"{message.kind!r} is about shared buffers, which this connection does not have")
-        self.control_frames.append((head.frame_type, message))
-        return None
-
-    def on_eof(self) -> None:
-        """Raise ProtocolError if the connection ended within a frame."""
-        if self._has_begun:
-            raise ProtocolError(
-                "the connection ended within a frame, which was dropped; check why the peer ended, or for an "
-                "intermediary"
-            )
-
-
 class RpcChannel:
     """State machine of one side of a connection, without effects.
 
@@ -391,3 +223,171 @@ class RpcChannel:
         for chunks in self._waiting:
             self._writer.enqueue(chunks)
         self._waiting, self._waiting_bytes = [], 0
+
+
+class FrameWriter:
+    """Encode frames as records, for one direction of a connection; a record is encoded just before it is sent."""
+
+    def __init__(self, writer: RecordWriter, first: bytes = b"") -> None:
+        self._writer = writer
+        self._frames: deque[Iterator[memoryview]] = deque()
+        self._sealed: list[memoryview] = [memoryview(first)] if first else []
+        self.unsent_bytes = 0
+        self._in_flight_bytes = 0
+
+    def enqueue(self, chunks: Sequence[memoryview]) -> None:
+        """Append a frame.
+
+        Args:
+            chunks: its header and body; must not change until sent.
+        """
+        self.unsent_bytes += sum(map(len, chunks))
+        self._frames.append(_split_records(chunks))
+
+    def pending_buffers(self) -> Sequence[memoryview]:
+        """Return the buffers to send next; empty if everything has been sent."""
+        if not self._sealed:
+            self.unsent_bytes -= self._in_flight_bytes
+            self._in_flight_bytes = 0
+            self._seal_records()
+        return self._sealed
+
+    def _seal_records(self) -> None:
+        """Encode some records: small ones, or up to the first that occupies the scratch memory of the next."""
+        for _ in range(MAX_RECORDS_PER_SEND):
+            record = self._next_record()
+            if record is None:
+                return
+            self._sealed += self._writer.seal(record)
+            self._in_flight_bytes += len(record)
+            if self._writer.uses_scratch and len(record) > SMALL_BYTES:
+                return
+
+    def _next_record(self) -> memoryview | None:
+        while self._frames:
+            record = next(self._frames[0], None)
+            if record is not None:
+                return record
+            self._frames.popleft()
+        return None
+
+    def on_sent(self, num_bytes: int) -> None:
+        """Remove bytes that have been sent from the pending buffers."""
+        while num_bytes:
+            num_done = min(num_bytes, len(self._sealed[0]))
+            num_bytes -= num_done
+            self._sealed[0] = self._sealed[0][num_done:]
+            if not self._sealed[0]:
+                del self._sealed[0]
+
+
+def _split_records(chunks: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Yield the header, then the body in full records and a last one; contiguous data is not copied."""
+    head, *rest = chunks
+    yield head
+    record = bytearray()
+    for chunk in rest:
+        while chunk:
+            if not record and len(chunk) >= RECORD_BYTES:
+                yield chunk[:RECORD_BYTES]
+                chunk = chunk[RECORD_BYTES:]
+                continue
+            space = RECORD_BYTES - len(record)
+            record += chunk[:space]
+            chunk = chunk[space:]
+            if len(record) == RECORD_BYTES:
+                yield memoryview(record)
+                record = bytearray()
+    if record:
+        yield memoryview(record)
+
+
+class FrameReader:
+    """Decode records into messages, for one direction of a connection.
+
+    Args:
+        reader: record decoder of the session.
+        limits: of this side.
+        pool: allocates memory for bodies.
+        peer_buffers: shared buffers in which payloads may be.
+    """
+
+    def __init__(
+        self, reader: RecordReader, limits: RpcLimits, pool: ReceiveBufferPool, peer_buffers: PeerBuffers | None = None
+    ) -> None:
+        self._reader = reader
+        self._limits = limits
+        self._pool = pool
+        self._raw_header = memoryview(bytearray(HEADER.size))
+        self._header: RpcFrameHeader | None = None
+        self._buffer = ReceiveBuffer(bytearray(), 0)
+        self._num_decoded = 0  # bytes of the body
+        self._to_fill = list(reader.receive(self._raw_header))
+        self._has_begun = False
+        self._peer_buffers = peer_buffers
+        self.control_frames: list[tuple[int, RpcMessage]] = []  # frames about shared buffers, with their type
+        self.is_closed_by_peer = False
+
+    @property
+    def is_within_frame(self) -> bool:
+        """Whether a frame has begun and not ended."""
+        return self._has_begun
+
+    def receive_buffers(self) -> Sequence[memoryview]:
+        """Return the buffers to fill with the next bytes."""
+        return self._to_fill
+
+    def on_bytes(self, num_bytes: int) -> RpcMessage | None:
+        """Process received bytes; return the message that they complete, if any.
+
+        Args:
+            num_bytes: number of bytes in the receive buffers, at most their size.
+
+        Raises:
+            ProtocolError: a record fails verification, or the frame is malformed.
+        """
+        self._has_begun = self._has_begun or num_bytes > 0
+        while num_bytes:
+            filled = min(num_bytes, len(self._to_fill[0]))
+            num_bytes -= filled
+            self._to_fill[0] = self._to_fill[0][filled:]
+            if not self._to_fill[0]:
+                del self._to_fill[0]
+        return None if self._to_fill else self._on_record()
+
+    def _on_record(self) -> RpcMessage | None:
+        self._reader.open()
+        if self._header is None:
+            head = decode_header(self._raw_header, self._limits)
+            if head.frame_type == CLOSE:
+                self._has_begun, self.is_closed_by_peer = False, True
+                return None
+            self._header, self._num_decoded = head, 0
+            self._buffer = self._pool.allocate(head.body_bytes)
+        else:
+            self._num_decoded = min(self._num_decoded + RECORD_BYTES, self._header.body_bytes)
+        if self._num_decoded < self._header.body_bytes:
+            end = min(self._num_decoded + RECORD_BYTES, self._header.body_bytes)
+            self._to_fill = list(self._reader.receive(self._buffer.memory[self._num_decoded : end]))
+            return None
+        return self._on_frame(self._header)
+
+    def _on_frame(self, head: RpcFrameHeader) -> RpcMessage | None:
+        """Decode a complete frame, and prepare for the next one."""
+        buffer, self._buffer, self._header, self._has_begun = self._buffer, ReceiveBuffer(bytearray(), 0), None, False
+        message = decode_body(head, buffer, self._peer_buffers)
+        self._to_fill = list(self._reader.receive(self._raw_header))
+        if head.frame_type in {MESSAGE, SHM_PAYLOAD}:
+            return message
+        if self._peer_buffers is None:
+            raise malformed_frame(f"{message.kind!r} is about shared buffers, which this connection does not have")
+        self.control_frames.append((head.frame_type, message))
+        return None
+
+    def on_eof(self) -> None:
+        """Raise ProtocolError if the connection ended within a frame."""
+        if self._has_begun:
+            raise ProtocolError(
+                "the connection ended within a frame, which was dropped; check why the peer ended, or for an "
+                "intermediary"
+            )

@@ -32,9 +32,9 @@ from counterpoint.runtime.step_effects import StepEffects, find_step_effects
 from counterpoint.world.topology import format_count
 
 REQUIRES_GRAD_OF = attrgetter("requires_grad")
+
 PART = "optimizer"
 """The option of a group that has the index of its optimizer, if several were given."""
-
 
 TorchOptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
@@ -57,72 +57,14 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[optim.Optimizer]] = frozenset(
 )
 """Optimizers whose update is elementwise, so that parameters may be merged into one tensor, or split."""
 
-
 SKIPPING_OPTIMIZERS: frozenset[type[optim.Optimizer]] = frozenset({optim.SGD, optim.Adam, optim.AdamW})
 """Optimizers whose fused kernels on a device leave weights and state as they are if ``found_inf`` is 1 there."""
-
 
 SCALAR_STATE_KEYS: frozenset[str] = frozenset({"step", "mu_product", "eta", "mu"})
 """Entries of torch optimizers' state that are one number for a whole tensor of any size."""
 
-
-def is_scalar_state(key: str, value: object, target: Tensor) -> bool:
-    """Return whether an entry of an optimizer's state is one number for all elements, as its step count is."""
-    return not isinstance(value, Tensor) or (value.numel() == 1 and (key in SCALAR_STATE_KEYS or target.numel() > 1))
-
-
 NEEDS_CLOSURE = ("closure", "'NoneType' object is not callable")
 """What errors of optimizers say that were stepped without a closure."""
-
-
-def closure_error(optimizer_class: type[optim.Optimizer], reason: str) -> PlanError:
-    """Return the error for an optimizer that evaluates the loss again within a step, as LBFGS does."""
-    return PlanError(
-        f"{optimizer_class.__name__}.step {reason}, but ranks take one step with the gradients of one forward and "
-        "backward; take an optimizer that steps with gradients alone (AdamW, SGD)"
-    )
-
-
-def require_no_closure(optimizer_class: type[optim.Optimizer]) -> None:
-    """Raise unless an optimizer steps with gradients only.
-
-    Raises:
-        PlanError: its step has no default for a closure.
-    """
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise closure_error(optimizer_class, "needs a closure that computes the loss again")
-
-
-def step_without_closure(optimizer: optim.Optimizer) -> None:
-    """Take a step of an optimizer.
-
-    Raises:
-        PlanError: it failed because it has no closure.
-    """
-    try:
-        optimizer.step()
-    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
-        if not any(text in str(error) for text in NEEDS_CLOSURE):
-            raise
-        reason = first_line(error)
-        raise closure_error(type(optimizer), f"without a closure failed ({reason})") from error
-
-
-class RefusedStep:
-    """A hook that refuses a step of the user's optimizer while ranks train with optimizers of their own."""
-
-    def __call__(self, optimizer: optim.Optimizer, *_: object) -> None:
-        """Raise.
-
-        Raises:
-            DataError: always.
-        """
-        raise DataError(
-            f"{type(optimizer).__name__}.step() was called between two steps, but a call of step(inputs, targets) runs "
-            "forward, backward and the update, so the same gradients would be applied twice, or to weights that the "
-            "ranks do not see; remove optimizer.step() from the loop, or call close() before a loop without ranks"
-        )
 
 
 class OptimizerSpec:
@@ -518,6 +460,61 @@ class OptimizerSpec:
         ]
         for optimizer, hook in hooks if hooks and is_applied() else ():
             hook(optimizer, (optimizer,), {})
+
+
+def is_scalar_state(key: str, value: object, target: Tensor) -> bool:
+    """Return whether an entry of an optimizer's state is one number for all elements, as its step count is."""
+    return not isinstance(value, Tensor) or (value.numel() == 1 and (key in SCALAR_STATE_KEYS or target.numel() > 1))
+
+
+class RefusedStep:
+    """A hook that refuses a step of the user's optimizer while ranks train with optimizers of their own."""
+
+    def __call__(self, optimizer: optim.Optimizer, *_: object) -> None:
+        """Raise.
+
+        Raises:
+            DataError: always.
+        """
+        raise DataError(
+            f"{type(optimizer).__name__}.step() was called between two steps, but a call of step(inputs, targets) runs "
+            "forward, backward and the update, so the same gradients would be applied twice, or to weights that the "
+            "ranks do not see; remove optimizer.step() from the loop, or call close() before a loop without ranks"
+        )
+
+
+def step_without_closure(optimizer: optim.Optimizer) -> None:
+    """Take a step of an optimizer.
+
+    Raises:
+        PlanError: it failed because it has no closure.
+    """
+    try:
+        optimizer.step()
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        if not any(text in str(error) for text in NEEDS_CLOSURE):
+            raise
+        reason = first_line(error)
+        raise closure_error(type(optimizer), f"without a closure failed ({reason})") from error
+
+
+def require_no_closure(optimizer_class: type[optim.Optimizer]) -> None:
+    """Raise unless an optimizer steps with gradients only.
+
+    Raises:
+        PlanError: its step has no default for a closure.
+    """
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise closure_error(optimizer_class, "needs a closure that computes the loss again")
+
+
+def closure_error(optimizer_class: type[optim.Optimizer], reason: str) -> PlanError:
+    """Return the error for an optimizer that evaluates the loss again within a step, as LBFGS does."""
+    return PlanError(
+        f"{optimizer_class.__name__}.step {reason}, but ranks take one step with the gradients of one forward and "
+        "backward; take an optimizer that steps with gradients alone (AdamW, SGD)"
+    )
 
 
 def find_split_size(optimizer: optim.Optimizer) -> int | None:

@@ -35,88 +35,6 @@ from counterpoint.partitioning.module_casts import is_narrower
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS
 
 
-@dataclass(frozen=True, slots=True)
-class GradientRule:
-    """How gradients become an update.
-
-    Args:
-        stage: of ZeRO.
-        reduce_dtype: in which gradients are sent; None for their own.
-        unused: what happens with a parameter that has no gradient: ``zero`` or ``error``.
-    """
-
-    stage: int
-    reduce_dtype: torch.dtype | None = None
-    unused: str = "zero"
-
-
-@dataclass(slots=True)
-class FlatGroup:
-    """Parameters of one dtype whose gradients are sent in one flat tensor.
-
-    Args:
-        names: of the parameters, for errors.
-        params: the parameters.
-    """
-
-    names: Sequence[str]
-    params: Sequence[nn.Parameter]
-
-    @property
-    def label(self) -> str:
-        """A name for messages between ranks."""
-        return f"{self.names[0]} to {self.names[-1]}"
-
-    @property
-    def offsets(self) -> list[int]:
-        """Where each parameter begins in the flat tensor, and where the last one ends."""
-        return [0, *accumulate(param.numel() for param in self.params)]
-
-    def slices(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with its part of a flat tensor, in the shape of the parameter."""
-        for param, start in zip(self.params, self.offsets, strict=False):
-            yield param, flat[start : start + param.numel()].view(param.shape)
-
-    def pack_grads(self, unused: str) -> Tensor:
-        """Return the gradients as one flat tensor, and release them.
-
-        Raises:
-            DataError: a parameter has none, and that is an error.
-        """
-        flat = self.params[0].new_empty(self.offsets[-1])
-        for name, (param, part) in zip(self.names, self.slices(flat), strict=True):
-            if param.grad is None and unused == "error":
-                raise DataError(
-                    f"{name} got no gradient in this step; set zero_optimization.ignore_unused_parameters to true for "
-                    "a gradient of zeros, or use the parameter in the loss"
-                )
-            if param.grad is None:
-                part.zero_()
-            else:
-                part.copy_(param.grad)
-            param.grad = None
-        return flat
-
-
-def make_flat_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[int, FlatGroup]]:
-    """Yield the trained parameters of each group of an optimizer, one flat group for each dtype and device.
-
-    Args:
-        optimizer: the optimizer.
-        names: the name of a parameter by its ``id``.
-
-    Yields:
-        The index of the group in the optimizer, and the flat group.
-    """
-    for index, group in enumerate(optimizer.param_groups):
-        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
-        for param in group["params"]:
-            if param.requires_grad:
-                by_kind[param.dtype, param.device].append(param)
-        for params in by_kind.values():
-            yield index, FlatGroup([names[id(param)] for param in params], params)
-
-
 class GradientUpdate(ABC):
     """The gradients of a step, from each backward to the update."""
 
@@ -246,6 +164,88 @@ class GradientUpdate(ABC):
         if dtype is None or not is_narrower(dtype, flat.dtype) or self.fabric.num_ranks == 1:
             return None
         return flat.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRule:
+    """How gradients become an update.
+
+    Args:
+        stage: of ZeRO.
+        reduce_dtype: in which gradients are sent; None for their own.
+        unused: what happens with a parameter that has no gradient: ``zero`` or ``error``.
+    """
+
+    stage: int
+    reduce_dtype: torch.dtype | None = None
+    unused: str = "zero"
+
+
+@dataclass(slots=True)
+class FlatGroup:
+    """Parameters of one dtype whose gradients are sent in one flat tensor.
+
+    Args:
+        names: of the parameters, for errors.
+        params: the parameters.
+    """
+
+    names: Sequence[str]
+    params: Sequence[nn.Parameter]
+
+    @property
+    def label(self) -> str:
+        """A name for messages between ranks."""
+        return f"{self.names[0]} to {self.names[-1]}"
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each parameter begins in the flat tensor, and where the last one ends."""
+        return [0, *accumulate(param.numel() for param in self.params)]
+
+    def slices(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with its part of a flat tensor, in the shape of the parameter."""
+        for param, start in zip(self.params, self.offsets, strict=False):
+            yield param, flat[start : start + param.numel()].view(param.shape)
+
+    def pack_grads(self, unused: str) -> Tensor:
+        """Return the gradients as one flat tensor, and release them.
+
+        Raises:
+            DataError: a parameter has none, and that is an error.
+        """
+        flat = self.params[0].new_empty(self.offsets[-1])
+        for name, (param, part) in zip(self.names, self.slices(flat), strict=True):
+            if param.grad is None and unused == "error":
+                raise DataError(
+                    f"{name} got no gradient in this step; set zero_optimization.ignore_unused_parameters to true for "
+                    "a gradient of zeros, or use the parameter in the loss"
+                )
+            if param.grad is None:
+                part.zero_()
+            else:
+                part.copy_(param.grad)
+            param.grad = None
+        return flat
+
+
+def make_flat_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[int, FlatGroup]]:
+    """Yield the trained parameters of each group of an optimizer, one flat group for each dtype and device.
+
+    Args:
+        optimizer: the optimizer.
+        names: the name of a parameter by its ``id``.
+
+    Yields:
+        The index of the group in the optimizer, and the flat group.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
+        for param in group["params"]:
+            if param.requires_grad:
+                by_kind[param.dtype, param.device].append(param)
+        for params in by_kind.values():
+            yield index, FlatGroup([names[id(param)] for param in params], params)
 
 
 def read_version(grad: Tensor) -> tuple[int, int]:

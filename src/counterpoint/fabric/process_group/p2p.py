@@ -32,102 +32,12 @@ from counterpoint.fabric.gloo.ops import as_bytes
 from counterpoint.rpc.tensor_codec import DTYPE_CODES, padded_size
 
 TAG: Final = 3
+
 MAX_PENDING: Final = 64
+
 MAX_PENDING_BYTES: Final = 256 << 20
+
 POLL_S: Final = 0.0002
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """How one tensor of a message travels.
-
-    Attributes:
-        is_raw: whether as raw bytes of the process group; otherwise in the frame.
-        device_type: where the receiver wants it.
-        dtype: of the tensor.
-        shape: of the tensor.
-    """
-
-    is_raw: bool
-    device_type: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Raw bytes, with those that align the next tensor."""
-        return padded_size(prod(self.shape) * self.dtype.itemsize) if self.is_raw else 0
-
-
-def encode_places(places: Sequence[TensorPlace]) -> Tensor:
-    """Return the description of a message, without pickle; empty if all tensors are in the frame and stay there."""
-    if not any(place.is_raw or place.device_type != "cpu" for place in places):
-        return torch.empty(0, dtype=torch.uint8)
-    rows = [[int(place.is_raw), place.device_type, dtype_name(place.dtype), place.shape] for place in places]
-    return torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
-
-
-def decode_places(head: Tensor, peer: int) -> list[TensorPlace]:
-    """Return what :func:`encode_places` encoded.
-
-    Raises:
-        PeerError: it is malformed.
-    """
-    try:
-        return [
-            TensorPlace(bool(is_raw), str(device_type), dtype_of(dtype), tuple(map(int, shape)))
-            for is_raw, device_type, dtype, shape in json.loads(head.numpy().tobytes() or b"[]")
-        ]
-    except (ValueError, TypeError) as error:
-        raise PeerError(f"rank {peer} sent a message that cannot be read: {error}") from error
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [dtype for dtype in DTYPE_CODES if dtype_name(dtype) == name]
-    if not found:
-        raise ValueError(f"there is no dtype {name!r}")
-    return found[0]
-
-
-def pack(tensors: Sequence[Tensor], places: Sequence[TensorPlace], device: torch.device) -> Tensor:
-    """Return copies of the raw tensors as flat bytes on the device."""
-    packed = torch.empty(sum(place.num_bytes for place in places), dtype=torch.uint8, device=device)
-    start = 0
-    for tensor, place in zip(tensors, places, strict=True):
-        if place.is_raw:
-            values = as_bytes(tensor.contiguous())
-            packed[start : start + len(values)] = values
-            start += place.num_bytes
-    return packed
-
-
-def unpack(
-    packed: Tensor, in_frame: Sequence[Tensor], places: Sequence[TensorPlace], devices: Mapping[str, torch.device]
-) -> tuple[Tensor, ...]:
-    """Return all tensors of a message; raw ones share the memory of ``packed``.
-
-    Args:
-        packed: the raw bytes.
-        in_frame: the other tensors.
-        places: of all tensors.
-        devices: this rank's, by type; of another type it is the current one.
-    """
-    start, framed, tensors = 0, iter(in_frame), []
-    for place in places:
-        if place.is_raw:
-            values = packed[start : start + prod(place.shape) * place.dtype.itemsize]
-            tensor = values.view(place.dtype).view(place.shape)
-            start += place.num_bytes
-        else:
-            tensor = next(framed)
-        wanted = devices.get(place.device_type) or torch.device(place.device_type)
-        tensors.append(tensor if wanted.type == tensor.device.type else tensor.to(wanted))
-    return tuple(tensors)
 
 
 class PairChannel:
@@ -281,3 +191,96 @@ class PairChannel:
                     raise TimeoutError
                 time.sleep(POLL_S)
         self._pending.popleft()
+
+
+def pack(tensors: Sequence[Tensor], places: Sequence[TensorPlace], device: torch.device) -> Tensor:
+    """Return copies of the raw tensors as flat bytes on the device."""
+    packed = torch.empty(sum(place.num_bytes for place in places), dtype=torch.uint8, device=device)
+    start = 0
+    for tensor, place in zip(tensors, places, strict=True):
+        if place.is_raw:
+            values = as_bytes(tensor.contiguous())
+            packed[start : start + len(values)] = values
+            start += place.num_bytes
+    return packed
+
+
+def unpack(
+    packed: Tensor, in_frame: Sequence[Tensor], places: Sequence[TensorPlace], devices: Mapping[str, torch.device]
+) -> tuple[Tensor, ...]:
+    """Return all tensors of a message; raw ones share the memory of ``packed``.
+
+    Args:
+        packed: the raw bytes.
+        in_frame: the other tensors.
+        places: of all tensors.
+        devices: this rank's, by type; of another type it is the current one.
+    """
+    start, framed, tensors = 0, iter(in_frame), []
+    for place in places:
+        if place.is_raw:
+            values = packed[start : start + prod(place.shape) * place.dtype.itemsize]
+            tensor = values.view(place.dtype).view(place.shape)
+            start += place.num_bytes
+        else:
+            tensor = next(framed)
+        wanted = devices.get(place.device_type) or torch.device(place.device_type)
+        tensors.append(tensor if wanted.type == tensor.device.type else tensor.to(wanted))
+    return tuple(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """How one tensor of a message travels.
+
+    Attributes:
+        is_raw: whether as raw bytes of the process group; otherwise in the frame.
+        device_type: where the receiver wants it.
+        dtype: of the tensor.
+        shape: of the tensor.
+    """
+
+    is_raw: bool
+    device_type: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Raw bytes, with those that align the next tensor."""
+        return padded_size(prod(self.shape) * self.dtype.itemsize) if self.is_raw else 0
+
+
+def encode_places(places: Sequence[TensorPlace]) -> Tensor:
+    """Return the description of a message, without pickle; empty if all tensors are in the frame and stay there."""
+    if not any(place.is_raw or place.device_type != "cpu" for place in places):
+        return torch.empty(0, dtype=torch.uint8)
+    rows = [[int(place.is_raw), place.device_type, dtype_name(place.dtype), place.shape] for place in places]
+    return torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
+
+
+def decode_places(head: Tensor, peer: int) -> list[TensorPlace]:
+    """Return what :func:`encode_places` encoded.
+
+    Raises:
+        PeerError: it is malformed.
+    """
+    try:
+        return [
+            TensorPlace(bool(is_raw), str(device_type), dtype_of(dtype), tuple(map(int, shape)))
+            for is_raw, device_type, dtype, shape in json.loads(head.numpy().tobytes() or b"[]")
+        ]
+    except (ValueError, TypeError) as error:
+        raise PeerError(f"rank {peer} sent a message that cannot be read: {error}") from error
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [dtype for dtype in DTYPE_CODES if dtype_name(dtype) == name]
+    if not found:
+        raise ValueError(f"there is no dtype {name!r}")
+    return found[0]

@@ -45,93 +45,12 @@ from counterpoint.fabric.shm.native import REASON_BYTES, SIGNATURE_BYTES, SLICE_
 from counterpoint.fabric.shm.p2p import ShmP2P
 
 SPINS_PER_CORE, SPINS_OVERSUBSCRIBED = 16000, 200  # polls before sleeping: one core per rank; fewer cores than ranks
+
 ABORT_CHECK_S: Final = 0.1  # between two checks during a wait whether a rank of another host has aborted
 
 COMPLETED: Final = CompletedWork()
+
 EMPTY: Final = torch.empty(0)
-
-
-class BatchScheduling:
-    """Scheduling policy ``SCHED_BATCH`` for the calling thread and threads that it starts, if ranks outnumber cores.
-
-    By default, Linux lets a thread that wakes up preempt one that computes. Ranks wait for each other many times per
-    step, and every switch costs cache misses; without preemption the computing rank reaches its own next wait earlier,
-    so the others wait less.
-
-    A sandbox that forbids the change leaves the policy unchanged.
-
-    Args:
-        num_ranks: of this host.
-        num_cores: that they may use.
-
-    Example:
-        >>> BatchScheduling(num_ranks=2, num_cores=2).is_enabled
-        False
-    """
-
-    def __init__(self, num_ranks: int, num_cores: int) -> None:
-        self.is_enabled = False
-        if num_ranks > num_cores and hasattr(os, "SCHED_BATCH"):
-            with suppress(OSError):
-                if os.sched_getscheduler(0) == os.SCHED_OTHER:
-                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-                    self.is_enabled = True
-
-    def restore(self) -> None:
-        """Restore the previous policy; called by the same thread."""
-        if self.is_enabled and os.sched_getscheduler(0) == os.SCHED_BATCH:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        self.is_enabled = False
-
-
-class ShmWork(Work):
-    """A collective in shared memory."""
-
-    __slots__ = ("_fabric", "_index", "_prepared", "_target", "_whole")
-
-    def __init__(
-        self, fabric: ShmFabric, prepared: PreparedCollective, index: int, whole: Tensor, target: Tensor | None
-    ) -> None:
-        self._fabric: ShmFabric | None = fabric
-        self._prepared = prepared
-        self._index = index
-        self._whole = whole
-        self._target = target
-
-    def is_done(self) -> bool:
-        """Poll; return whether it is complete; raise a PeerError if it cannot be."""
-        if self._fabric is not None and self._fabric.poll(self._prepared, self._index):
-            self._complete()
-        return self._fabric is None
-
-    def wait_for(self, seconds: float) -> None:
-        """Make progress until it ends, for at most ``seconds``."""
-        if self._fabric is not None:
-            self._fabric.wait_for(self._prepared, self._index, seconds)
-
-    def completes_within(self, seconds: float) -> bool:
-        """Make progress for at most ``seconds``; return whether it is complete."""
-        if self.is_done():
-            return True
-        if self._fabric is not None and not self._fabric.wait_for(self._prepared, self._index, seconds):
-            self.wait()  # raises its error
-        return self.is_done()
-
-    def wait(self) -> None:
-        """Make progress until it is complete, serving signals."""
-        if self._fabric is not None:
-            self._fabric.finish(self._prepared, self._index)
-            self._complete()
-
-    def __del__(self) -> None:
-        """Keep the tensors alive: the library may still access those of a collective without a wait."""
-        if self._fabric is not None:
-            self._fabric.retain(self._prepared, self._whole)
-
-    def _complete(self) -> None:
-        self._fabric = None
-        if self._target is not None:
-            self._target.detach().copy_(self._whole)
 
 
 class ShmFabric(ProcessFabric):
@@ -512,3 +431,86 @@ class ShmFabric(ProcessFabric):
             f"the start of {operation.kind} of {operation.label}", self.peers_of(operation.group)
         ):
             return self._groups.open(operation, self._poll_until)
+
+
+class ShmWork(Work):
+    """A collective in shared memory."""
+
+    __slots__ = ("_fabric", "_index", "_prepared", "_target", "_whole")
+
+    def __init__(
+        self, fabric: ShmFabric, prepared: PreparedCollective, index: int, whole: Tensor, target: Tensor | None
+    ) -> None:
+        self._fabric: ShmFabric | None = fabric
+        self._prepared = prepared
+        self._index = index
+        self._whole = whole
+        self._target = target
+
+    def is_done(self) -> bool:
+        """Poll; return whether it is complete; raise a PeerError if it cannot be."""
+        if self._fabric is not None and self._fabric.poll(self._prepared, self._index):
+            self._complete()
+        return self._fabric is None
+
+    def wait_for(self, seconds: float) -> None:
+        """Make progress until it ends, for at most ``seconds``."""
+        if self._fabric is not None:
+            self._fabric.wait_for(self._prepared, self._index, seconds)
+
+    def completes_within(self, seconds: float) -> bool:
+        """Make progress for at most ``seconds``; return whether it is complete."""
+        if self.is_done():
+            return True
+        if self._fabric is not None and not self._fabric.wait_for(self._prepared, self._index, seconds):
+            self.wait()  # raises its error
+        return self.is_done()
+
+    def wait(self) -> None:
+        """Make progress until it is complete, serving signals."""
+        if self._fabric is not None:
+            self._fabric.finish(self._prepared, self._index)
+            self._complete()
+
+    def __del__(self) -> None:
+        """Keep the tensors alive: the library may still access those of a collective without a wait."""
+        if self._fabric is not None:
+            self._fabric.retain(self._prepared, self._whole)
+
+    def _complete(self) -> None:
+        self._fabric = None
+        if self._target is not None:
+            self._target.detach().copy_(self._whole)
+
+
+class BatchScheduling:
+    """Scheduling policy ``SCHED_BATCH`` for the calling thread and threads that it starts, if ranks outnumber cores.
+
+    By default, Linux lets a thread that wakes up preempt one that computes. Ranks wait for each other many times per
+    step, and every switch costs cache misses; without preemption the computing rank reaches its own next wait earlier,
+    so the others wait less.
+
+    A sandbox that forbids the change leaves the policy unchanged.
+
+    Args:
+        num_ranks: of this host.
+        num_cores: that they may use.
+
+    Example:
+        >>> BatchScheduling(num_ranks=2, num_cores=2).is_enabled
+        False
+    """
+
+    def __init__(self, num_ranks: int, num_cores: int) -> None:
+        self.is_enabled = False
+        if num_ranks > num_cores and hasattr(os, "SCHED_BATCH"):
+            with suppress(OSError):
+                if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+                    self.is_enabled = True
+
+    def restore(self) -> None:
+        """Restore the previous policy; called by the same thread."""
+        if self.is_enabled and os.sched_getscheduler(0) == os.SCHED_BATCH:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        self.is_enabled = False

@@ -65,145 +65,10 @@ from counterpoint.strategies.buckets import BucketConfig
 
 GradHook: TypeAlias = Callable[[Tensor], None]
 
-
-class _HookEntry(NamedTuple):
-    hooks: MutableMapping[int, GradHook]  # all hooks of the parameter, by number
-    number: int  # of this one
-    hook: GradHook
-
-
-class ToggledGradHooks:
-    """Post-accumulate-grad hooks on some parameters, active only inside :meth:`enabled`.
-
-    Registering and removing a hook takes longer than a small gradient: this registers each once, and then writes it to
-    and removes it from its place in the parameter's hook dictionary.
-
-    Args:
-        params: they have no hook outside of :meth:`enabled`.
-        hooks: one for each.
-
-    Example:
-        >>> import torch
-        >>> param, grads = nn.Parameter(torch.ones(2)), []
-        >>> grad_hooks = ToggledGradHooks([param], [lambda param: grads.append(param.grad.tolist())])
-        >>> with grad_hooks.enabled():
-        ...     param.sum().backward()
-        >>> param.sum().backward()
-        >>> grads
-        [[1.0, 1.0]]
-    """
-
-    def __init__(self, params: Sequence[nn.Parameter], hooks: Sequence[GradHook]) -> None:
-        self._entries = [_register(param, hook) for param, hook in zip(params, hooks, strict=True)]
-        self._disable()
-
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Activate the hooks inside."""
-        for entry in self._entries:
-            entry.hooks[entry.number] = entry.hook
-        try:
-            yield
-        finally:
-            self._disable()
-
-    def _disable(self) -> None:
-        for entry in self._entries:
-            entry.hooks.pop(entry.number, None)
-
-
-def _register(param: Any, hook: GradHook) -> _HookEntry:  # noqa: ANN401 - torch's stubs omit these members
-    handle = param.register_post_accumulate_grad_hook(hook)
-    return _HookEntry(param._post_accumulate_grad_hooks, handle.id, hook)  # noqa: SLF001 - it has no public name
-
-
 ClockFn: TypeAlias = Callable[[], float]
 
 NO_BUCKET = -1
 """Bucket of a gradient that is reduced at its instruction only."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatGradReduction:
-    """The reduction of one flat gradient, of one dtype of a unit, which buckets are parts of.
-
-    Args:
-        instruction: says all-reduce or reduce-scatter, and over which ranks.
-        flat_params: whose gradient it is.
-        index: among those of the reducer.
-        label: of its collectives.
-    """
-
-    instruction: Collective
-    flat_params: FlatParams
-    index: int
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class GradSlot:
-    """A parameter whose gradient may be reduced during backward.
-
-    Args:
-        reduction: of the flat gradient that its gradient is a part of.
-        slot: its position there.
-        is_large: whether it is copied there alone.
-    """
-
-    reduction: FlatGradReduction
-    slot: ParamSlot
-    is_large: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the gradient."""
-        return (self.slot.stop - self.slot.start) * self.reduction.flat_params.layout.held_dtype.itemsize
-
-
-@dataclass(slots=True)
-class TimedReduction:
-    """What was started at once, where times are measured: when it started, and was seen to be complete.
-
-    On a device these are times of the host, and ``spans`` tell when it executes them.
-    """
-
-    instruction: Collective
-    works: Sequence[Work]
-    start_s: float
-    spans: Sequence[DeviceSpan] = ()
-    stop_s: float = math.nan
-
-    def poll(self, clock: ClockFn) -> None:
-        """Record the current time if they are complete."""
-        if math.isnan(self.stop_s) and all(work.is_complete for work in self.works):
-            self.stop_s, self.works = clock(), ()
-
-
-@dataclass(slots=True)
-class BackwardProgress:
-    """Progress of one backward; updated with every gradient.
-
-    Args:
-        assignment: its buckets.
-        num_waiting: for each bucket the number of gradients it waits for.
-        grad_counts: for each gradient slot how many gradients it got.
-        ready_s: time of the last one; nan for never.
-        start_s: time of the start of backward.
-        num_started: buckets that have been started, in order.
-        works: of these buckets, by the index of the :class:`FlatGradReduction`.
-        ranges: what they reduce, likewise.
-        is_done: whether everything has been started.
-    """
-
-    assignment: BucketAssignment
-    num_waiting: list[int]
-    grad_counts: list[int]
-    ready_s: list[float]
-    start_s: float
-    num_started: int = 0
-    works: dict[int, list[Work]] = field(default_factory=dict)
-    ranges: dict[int, list[ElementRange]] = field(default_factory=dict)
-    is_done: bool = False
 
 
 class Reducer:
@@ -369,10 +234,87 @@ def _find_reductions(instructions: Sequence[Collective], store: ParamStore) -> I
             index += 1
 
 
-def read_span(clock: EventClock, began: Event, ended: Event) -> float:
-    """Return the seconds of a device from one event to another; wait for it if necessary."""
-    began_s, ended_s = clock.read([began, ended])
-    return ended_s - began_s
+@dataclass(slots=True)
+class BackwardProgress:
+    """Progress of one backward; updated with every gradient.
+
+    Args:
+        assignment: its buckets.
+        num_waiting: for each bucket the number of gradients it waits for.
+        grad_counts: for each gradient slot how many gradients it got.
+        ready_s: time of the last one; nan for never.
+        start_s: time of the start of backward.
+        num_started: buckets that have been started, in order.
+        works: of these buckets, by the index of the :class:`FlatGradReduction`.
+        ranges: what they reduce, likewise.
+        is_done: whether everything has been started.
+    """
+
+    assignment: BucketAssignment
+    num_waiting: list[int]
+    grad_counts: list[int]
+    ready_s: list[float]
+    start_s: float
+    num_started: int = 0
+    works: dict[int, list[Work]] = field(default_factory=dict)
+    ranges: dict[int, list[ElementRange]] = field(default_factory=dict)
+    is_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GradSlot:
+    """A parameter whose gradient may be reduced during backward.
+
+    Args:
+        reduction: of the flat gradient that its gradient is a part of.
+        slot: its position there.
+        is_large: whether it is copied there alone.
+    """
+
+    reduction: FlatGradReduction
+    slot: ParamSlot
+    is_large: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the gradient."""
+        return (self.slot.stop - self.slot.start) * self.reduction.flat_params.layout.held_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGradReduction:
+    """The reduction of one flat gradient, of one dtype of a unit, which buckets are parts of.
+
+    Args:
+        instruction: says all-reduce or reduce-scatter, and over which ranks.
+        flat_params: whose gradient it is.
+        index: among those of the reducer.
+        label: of its collectives.
+    """
+
+    instruction: Collective
+    flat_params: FlatParams
+    index: int
+    label: str
+
+
+@dataclass(slots=True)
+class TimedReduction:
+    """What was started at once, where times are measured: when it started, and was seen to be complete.
+
+    On a device these are times of the host, and ``spans`` tell when it executes them.
+    """
+
+    instruction: Collective
+    works: Sequence[Work]
+    start_s: float
+    spans: Sequence[DeviceSpan] = ()
+    stop_s: float = math.nan
+
+    def poll(self, clock: ClockFn) -> None:
+        """Record the current time if they are complete."""
+        if math.isnan(self.stop_s) and all(work.is_complete for work in self.works):
+            self.stop_s, self.works = clock(), ()
 
 
 class BackwardOverlap:
@@ -445,3 +387,60 @@ class BackwardOverlap:
         return [
             timed for reducers in self.reducers.values() for reducer in reducers for timed in reducer.timed_reductions
         ]
+
+
+def read_span(clock: EventClock, began: Event, ended: Event) -> float:
+    """Return the seconds of a device from one event to another; wait for it if necessary."""
+    began_s, ended_s = clock.read([began, ended])
+    return ended_s - began_s
+
+
+class ToggledGradHooks:
+    """Post-accumulate-grad hooks on some parameters, active only inside :meth:`enabled`.
+
+    Registering and removing a hook takes longer than a small gradient: this registers each once, and then writes it to
+    and removes it from its place in the parameter's hook dictionary.
+
+    Args:
+        params: they have no hook outside of :meth:`enabled`.
+        hooks: one for each.
+
+    Example:
+        >>> import torch
+        >>> param, grads = nn.Parameter(torch.ones(2)), []
+        >>> grad_hooks = ToggledGradHooks([param], [lambda param: grads.append(param.grad.tolist())])
+        >>> with grad_hooks.enabled():
+        ...     param.sum().backward()
+        >>> param.sum().backward()
+        >>> grads
+        [[1.0, 1.0]]
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], hooks: Sequence[GradHook]) -> None:
+        self._entries = [_register(param, hook) for param, hook in zip(params, hooks, strict=True)]
+        self._disable()
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Activate the hooks inside."""
+        for entry in self._entries:
+            entry.hooks[entry.number] = entry.hook
+        try:
+            yield
+        finally:
+            self._disable()
+
+    def _disable(self) -> None:
+        for entry in self._entries:
+            entry.hooks.pop(entry.number, None)
+
+
+class _HookEntry(NamedTuple):
+    hooks: MutableMapping[int, GradHook]  # all hooks of the parameter, by number
+    number: int  # of this one
+    hook: GradHook
+
+
+def _register(param: Any, hook: GradHook) -> _HookEntry:  # noqa: ANN401 - torch's stubs omit these members
+    handle = param.register_post_accumulate_grad_hook(hook)
+    return _HookEntry(param._post_accumulate_grad_hooks, handle.id, hook)  # noqa: SLF001 - it has no public name

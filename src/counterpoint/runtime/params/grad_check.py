@@ -38,6 +38,7 @@ from counterpoint.fabric.shm.magnitudes import (
 from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, copy_at
 
 GRAD_OF, DTYPE_OF, IS_CPU = attrgetter("grad"), attrgetter("dtype"), attrgetter("is_cpu")
+
 ROUNDING_MARGIN = 0.5
 """Bounds up to this share of the largest number of a dtype are valid whatever the order of additions."""
 
@@ -77,96 +78,6 @@ class GradReport(NamedTuple):
 
 
 NO_REPORT = GradReport()
-
-
-class DeviceMagnitudes(NamedTuple):
-    """Magnitudes of gradients on a device.
-
-    Args:
-        micro: the microbatch that the gradients are of.
-        names: of their parameters.
-        values: of each gradient the largest magnitude, as float64.
-        largest_number: of their dtype.
-    """
-
-    micro: int
-    names: Sequence[str]
-    values: Tensor
-    largest_number: float
-
-
-class DeviceGradReport(NamedTuple):
-    """What is known on a device of the gradients of some microbatches.
-
-    Args:
-        shares: for each microbatch how large its gradients are, as a share of the largest number; inf or nan if one is
-            not finite. By microbatch, in order.
-        share: the sum of those that are finite.
-        read_name: returns the first parameter whose gradient in a microbatch is not finite; waits for the device.
-    """
-
-    shares: Sequence[tuple[int, Tensor]]
-    share: Tensor
-    read_name: Callable[[int], str]
-
-
-class ParamGroup:
-    """Parameters whose gradients are checked together.
-
-    Args:
-        params: by name.
-    """
-
-    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
-        self.params = params
-        self.reader = MagnitudeReader([*params.values()])
-        self._parts: dict[tuple[str, ...], ParamGroup] = {}  # without some parameters
-
-    def without(self, names: tuple[str, ...]) -> ParamGroup:
-        """Return the group without some parameters, which are the same in most steps."""
-        if not names:
-            return self
-        if names not in self._parts:
-            self._parts = {names: ParamGroup({name: p for name, p in self.params.items() if name not in names})}
-        return self._parts[names]
-
-
-@dataclass(slots=True)
-class CollectedGrads:
-    """Dense contiguous gradients of this step, and where they are.
-
-    Args:
-        params: the parameters by name, each of which has a gradient.
-        dtype: of all.
-        grads: of each, kept so that their memory is.
-        addresses: of each.
-        counts: their numbers of elements, as the native library reads them.
-    """
-
-    params: Mapping[str, nn.Parameter]
-    dtype: torch.dtype
-    grads: Sequence[Tensor]
-    addresses: Addresses
-    counts: Counts
-    _known: Mapping[str, nn.Parameter] | None = None  # that has been seen to have these parameters
-
-    def are_named(self, params: Mapping[str, nn.Parameter]) -> bool:
-        """Return whether these parameters, in this order, are those with the gradients; found out once for a mapping.
-
-        Args:
-            params: by name; nobody changes the mapping.
-        """
-        if self._known is not params and self.are_of(params.values()):
-            self._known = params
-        return self._known is params
-
-    def are_of(self, params: Collection[Tensor]) -> bool:
-        """Return whether these parameters, in this order, are those with the gradients."""
-        return len(params) == len(self.params) and all(map(is_, params, self.params.values()))
-
-    def copy_to(self, into: Tensor, starts: Counts) -> None:
-        """Copy the gradients into a contiguous tensor of their dtype, each to where it starts there."""
-        copy_at(self.addresses, self.counts, starts, into)
 
 
 class GradCheck:
@@ -407,6 +318,96 @@ class GradCheck:
 
         largest = [(micro, values.amax()) for micro, values in shares]
         return DeviceGradReport(largest, total * self.share_factor, read_name)
+
+
+class ParamGroup:
+    """Parameters whose gradients are checked together.
+
+    Args:
+        params: by name.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self.params = params
+        self.reader = MagnitudeReader([*params.values()])
+        self._parts: dict[tuple[str, ...], ParamGroup] = {}  # without some parameters
+
+    def without(self, names: tuple[str, ...]) -> ParamGroup:
+        """Return the group without some parameters, which are the same in most steps."""
+        if not names:
+            return self
+        if names not in self._parts:
+            self._parts = {names: ParamGroup({name: p for name, p in self.params.items() if name not in names})}
+        return self._parts[names]
+
+
+@dataclass(slots=True)
+class CollectedGrads:
+    """Dense contiguous gradients of this step, and where they are.
+
+    Args:
+        params: the parameters by name, each of which has a gradient.
+        dtype: of all.
+        grads: of each, kept so that their memory is.
+        addresses: of each.
+        counts: their numbers of elements, as the native library reads them.
+    """
+
+    params: Mapping[str, nn.Parameter]
+    dtype: torch.dtype
+    grads: Sequence[Tensor]
+    addresses: Addresses
+    counts: Counts
+    _known: Mapping[str, nn.Parameter] | None = None  # that has been seen to have these parameters
+
+    def are_named(self, params: Mapping[str, nn.Parameter]) -> bool:
+        """Return whether these parameters, in this order, are those with the gradients; found out once for a mapping.
+
+        Args:
+            params: by name; nobody changes the mapping.
+        """
+        if self._known is not params and self.are_of(params.values()):
+            self._known = params
+        return self._known is params
+
+    def are_of(self, params: Collection[Tensor]) -> bool:
+        """Return whether these parameters, in this order, are those with the gradients."""
+        return len(params) == len(self.params) and all(map(is_, params, self.params.values()))
+
+    def copy_to(self, into: Tensor, starts: Counts) -> None:
+        """Copy the gradients into a contiguous tensor of their dtype, each to where it starts there."""
+        copy_at(self.addresses, self.counts, starts, into)
+
+
+class DeviceMagnitudes(NamedTuple):
+    """Magnitudes of gradients on a device.
+
+    Args:
+        micro: the microbatch that the gradients are of.
+        names: of their parameters.
+        values: of each gradient the largest magnitude, as float64.
+        largest_number: of their dtype.
+    """
+
+    micro: int
+    names: Sequence[str]
+    values: Tensor
+    largest_number: float
+
+
+class DeviceGradReport(NamedTuple):
+    """What is known on a device of the gradients of some microbatches.
+
+    Args:
+        shares: for each microbatch how large its gradients are, as a share of the largest number; inf or nan if one is
+            not finite. By microbatch, in order.
+        share: the sum of those that are finite.
+        read_name: returns the first parameter whose gradient in a microbatch is not finite; waits for the device.
+    """
+
+    shares: Sequence[tuple[int, Tensor]]
+    share: Tensor
+    read_name: Callable[[int], str]
 
 
 def _split_by_check(

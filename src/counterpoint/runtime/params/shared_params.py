@@ -50,272 +50,13 @@ from counterpoint.runtime.params.sparse_grads import (
 NO_GRAD, ROW_GRAD, DENSE_GRAD = 0, 1, 2
 """State of a replica's gradient of one table."""
 
-
-class RowGradHeader(NamedTuple):
-    """What a replica publishes about its gradient of one table; offsets count from the start of its own buffers."""
-
-    state: int
-    is_sparse: int
-    num_rows: int
-    has_value_index: int
-    rows_per_value: int
-    first_index: int
-    num_values: int
-    first_value: int
-
-
-HEADER_FIELDS = len(RowGradHeader._fields)
-PREFIX_FIELDS = 2  # before the headers: the numbers of indices and of value elements
-
-
-def header_elements(num_tables: int) -> int:
-    """Return the length of one replica's headers, padded so that the next ones begin at a cache line."""
-    return -(-(PREFIX_FIELDS + HEADER_FIELDS * num_tables) // 8) * 8
-
-
-class SparseGradExchange:
-    """Row gradients of all replicas, as one of them sees them.
-
-    Args:
-        headers: shared by all members: :func:`header_elements` numbers for each.
-        tables: those that may have row gradients.
-        dtype: of their values.
-        replica: index of this rank among the replicas.
-    """
-
-    def __init__(self, headers: Tensor, tables: Sequence[ParamSlot], dtype: torch.dtype, replica: int) -> None:
-        self.headers = headers
-        self.tables = {slot.name: slot for slot in tables}
-        self.replica = replica
-        self.indices = torch.empty(len(headers), 0, dtype=torch.int64)
-        self.values = torch.empty(len(headers), 0, dtype=dtype)
-        self.local: dict[str, list[RowGrad]] = {}
-        self.has_rows = False  # whether any replica has published rows in this step
-        self.published: dict[str, list[tuple[int, RowGrad | None]]] = {}
-        self._unpublished: list[tuple[str, RowGrad]] = []
-
-    def begin_step(self) -> None:
-        """Start a step without published rows."""
-        self.local.clear()
-        self.has_rows = False
-        self.published.clear()
-        self._unpublished.clear()
-
-    def add(self, name: str, row_grad: RowGrad) -> None:
-        """Add a row gradient to this replica's own of a table."""
-        self.local.setdefault(name, []).append(row_grad)
-
-    def publish(self, dense: Collection[str]) -> None:
-        """Write this replica's rows for the others to read after the next barrier.
-
-        Args:
-            dense: the tables with a dense gradient, into which their rows have been added.
-        """
-        self._unpublished = [
-            (name, concat_row_grads(row_grads)) for name, row_grads in self.local.items() if name not in dense
-        ]
-        if not self.tables:
-            return
-        local, table_headers = dict(self._unpublished), []
-        first_index = first_value = 0
-        for name in self.tables:
-            row_grad = local.get(name)
-            if row_grad is None:
-                table_headers.append(RowGradHeader(DENSE_GRAD if name in dense else NO_GRAD, 0, 0, 0, 1, 0, 0, 0))
-                continue
-            count, has_value_index = len(row_grad.rows), row_grad.value_index is not None
-            table_headers.append(
-                RowGradHeader(
-                    ROW_GRAD,
-                    row_grad.is_sparse,
-                    count,
-                    has_value_index,
-                    row_grad.rows_per_value,
-                    first_index,
-                    len(row_grad.values),
-                    first_value,
-                )
-            )
-            first_index += count * (1 + has_value_index)
-            first_value += row_grad.values.numel()
-        flat = [first_index, first_value, *(number for header in table_headers for number in header)]
-        self.headers[self.replica, : len(flat)] = torch.tensor(flat)
-        if first_index <= self.indices.shape[1] and first_value <= self.values.shape[1]:
-            self._write()
-
-    def _write(self) -> None:
-        indices, values = self.indices[self.replica], self.values[self.replica]
-        first_index = first_value = 0
-        for _, row_grad in self._unpublished:
-            for column in (row_grad.rows, row_grad.value_index):
-                if column is not None:
-                    indices[first_index : first_index + len(column)] = column
-                    first_index += len(column)
-            count = row_grad.values.numel()
-            values[first_value : first_value + count] = row_grad.values.reshape(-1)
-            first_value += count
-
-    def read_all(self, fabric: Fabric, group: Group, label: str) -> None:
-        """Read the rows of all replicas, after growing the buffers if they do not fit; all members call it together."""
-        header_rows = self.headers.tolist()
-        max_indices, max_values = (max(row[field] for row in header_rows) for field in range(PREFIX_FIELDS))
-        if max_indices > self.indices.shape[1] or max_values > self.values.shape[1]:
-            self.indices = self._grow(self.indices, max_indices, fabric, group, f"rows of {label}")
-            self.values = self._grow(self.values, max_values, fabric, group, f"values of {label}")
-            self._write()
-            fabric.barrier_async(f"rows of {label}", group).wait()
-        for index, (name, slot) in enumerate(self.tables.items()):
-            start = PREFIX_FIELDS + index * HEADER_FIELDS
-            table_headers = [RowGradHeader(*row[start : start + HEADER_FIELDS]) for row in header_rows]
-            self.has_rows |= any(header.state == ROW_GRAD for header in table_headers)
-            self.published[name] = [
-                (header.state, self._read_row_grad(replica, header, slot))
-                for replica, header in enumerate(table_headers)
-            ]
-
-    def _grow(self, old: Tensor, needed: int, fabric: Fabric, group: Group, label: str) -> Tensor:
-        if needed <= old.shape[1]:
-            return old
-        capacity = -(-needed * 3 // 2 // 64) * 64
-        memory = fabric.shared_zeros(label, len(group) * capacity, old.dtype, group)
-        assert memory is not None, "these ranks share memory"
-        return memory.view(len(group), capacity)
-
-    def _read_row_grad(self, replica: int, header: RowGradHeader, slot: ParamSlot) -> RowGrad | None:
-        if header.state != ROW_GRAD:
-            return None
-        indices, width = self.indices[replica][header.first_index :], slot.shape[1]
-        values = self.values[replica][header.first_value : header.first_value + header.num_values * width]
-        return RowGrad(
-            indices[: header.num_rows],
-            values.view(header.num_values, width),
-            indices[header.num_rows : 2 * header.num_rows] if header.has_value_index else None,
-            header.rows_per_value,
-            bool(header.is_sparse),
-        )
-
-    def row_grads(self, name: str) -> list[RowGrad]:
-        """Return the published row gradients of a table, in the order of the replicas."""
-        return [row_grad for _, row_grad in self.published.get(name, []) if row_grad is not None]
-
-    def dense_replicas(self, name: str) -> list[int]:
-        """Return the replicas with a dense gradient of the table."""
-        return [replica for replica, (state, _) in enumerate(self.published.get(name, [])) if state == DENSE_GRAD]
-
-
-class SharedEmbeddingGrads:
-    """Gradients of all replicas in shared memory, with tables either dense or as rows.
-
-    This replica's shared buffer is zero at tables of which only rows exist. The rows are added there if a caller asks
-    for the sum as a tensor, and zeroed again afterwards.
-
-    Args:
-        replica_grads: the flat gradient of each replica; valid at a table if the exchange says it is dense.
-        local_grad: this replica's.
-        exchange: where rows of tables are published.
-    """
-
-    def __init__(self, replica_grads: Sequence[Tensor], local_grad: Tensor, exchange: SparseGradExchange) -> None:
-        self.replica_grads = replica_grads
-        self.local_grad = local_grad
-        self.exchange = exchange
-        self.dirty: set[str] = set()  # tables at which the own buffer may be nonzero
-        self._added_ranges: dict[str, tuple[int, int]] = {}
-
-    def begin_step(self) -> None:
-        """Start a step."""
-        self.clear_added_rows()
-        self.exchange.begin_step()
-
-    def clear_added_rows(self) -> None:
-        """Zero the rows that were added to the own buffer."""
-        for name, (start, stop) in self._added_ranges.items():
-            low = start - self.exchange.tables[name].start
-            clear_rows(self.local_grad[start:stop], low, self.exchange.row_grads(name))
-        self._added_ranges.clear()
-
-    def merge_rows_into_dense(self, dense: Collection[str]) -> None:
-        """Add the own rows of tables that also have a dense gradient to that."""
-        for name in [name for name in self.exchange.local if name in dense]:
-            slot = self.exchange.tables[name]
-            add_rows(self.local_grad[slot.start : slot.stop], 0, self.exchange.local.pop(name), 1.0)
-            self.dirty.add(name)
-
-    def grad_ranges(self, start: int, stop: int, *, as_rows: bool) -> Iterator[GradRange]:
-        """Yield what a range of the gradient is the sum of, in order.
-
-        Args:
-            start: its first element.
-            stop: one past its last.
-            as_rows: whether rows may stay rows; else they are added up.
-        """
-        position = start
-        for slot in self.exchange.tables.values():  # in the order of the layout
-            low, high = max(start, slot.start), min(stop, slot.stop)
-            if low >= high or len(self.exchange.dense_replicas(slot.name)) == len(self.replica_grads):
-                continue
-            if position < low:
-                yield self._dense_range(position, low)
-            position = high
-            yield self._table_range(slot, low, high, as_rows=as_rows)
-        if position < stop:
-            yield self._dense_range(position, stop)
-
-    def _dense_range(self, start: int, stop: int) -> GradRange:
-        return GradRange(start, stop, [row[start:stop] for row in self.replica_grads])
-
-    def _table_range(self, slot: ParamSlot, start: int, stop: int, *, as_rows: bool) -> GradRange:
-        row_grads, low = self.exchange.row_grads(slot.name), start - slot.start
-        dense = [self.replica_grads[replica][start:stop] for replica in self.exchange.dense_replicas(slot.name)]
-        local_grad = self.local_grad[start:stop]
-        if not dense and as_rows:
-            return GradRange(start, stop, [], row_grads, low)
-        if dense and not row_grads:
-            return GradRange(start, stop, dense)
-        if dense:
-            local_grad.copy_(reduce_in_order(dense, "sum") if len(dense) > 1 else dense[0])
-            self.dirty.add(slot.name)
-        else:
-            if slot.name in self.dirty:
-                local_grad.zero_()
-                self.dirty.discard(slot.name)
-            self._added_ranges[slot.name] = (start, stop)
-        add_rows(local_grad, low, row_grads, 1.0)
-        return GradRange(start, stop, [local_grad])
-
-
 CACHE_LINE_BYTES = 64
-
-
-def table_slots(layout: FlatLayout, sparse: Collection[str]) -> list[ParamSlot]:
-    """Return the parameters whose gradients may be published as rows: large tables, and those with sparse gradients."""
-    return [
-        slot for slot in layout.slots if is_table(slot.shape) and (slot.name in sparse or not is_small(slot, layout))
-    ]
 
 
 def aligned_elements(num_elements: int, dtype: torch.dtype) -> int:
     """Return the smallest length of at least ``num_elements`` that ends at a cache line."""
     step = CACHE_LINE_BYTES // dtype.itemsize
     return -(-num_elements // step) * step
-
-
-@dataclass(frozen=True, slots=True)
-class SharedGradHook:
-    """A hook that moves the gradient of a parameter to shared memory; a rank's own, not one of the user's.
-
-    Args:
-        collect: moves it.
-        slot: of the parameter.
-    """
-
-    collect: Callable[[ParamSlot], None]
-    slot: ParamSlot
-
-    def __call__(self, param: Tensor) -> None:
-        """Move the gradient that has been accumulated."""
-        del param
-        self.collect(self.slot)
 
 
 class SharedGrads(GradStorage):
@@ -499,6 +240,265 @@ class SharedGrads(GradStorage):
         discard_shared_pages(self.local_grad.data_ptr(), self.local_grad.numel() * self.local_grad.element_size())
 
 
+@dataclass(frozen=True, slots=True)
+class SharedGradHook:
+    """A hook that moves the gradient of a parameter to shared memory; a rank's own, not one of the user's.
+
+    Args:
+        collect: moves it.
+        slot: of the parameter.
+    """
+
+    collect: Callable[[ParamSlot], None]
+    slot: ParamSlot
+
+    def __call__(self, param: Tensor) -> None:
+        """Move the gradient that has been accumulated."""
+        del param
+        self.collect(self.slot)
+
+
 def _register_hook(param: Any, hook: Callable[[Tensor], None]) -> RemovableHandle:  # noqa: ANN401 - torch's stubs leave out this method
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
     return handle
+
+
+class SharedEmbeddingGrads:
+    """Gradients of all replicas in shared memory, with tables either dense or as rows.
+
+    This replica's shared buffer is zero at tables of which only rows exist. The rows are added there if a caller asks
+    for the sum as a tensor, and zeroed again afterwards.
+
+    Args:
+        replica_grads: the flat gradient of each replica; valid at a table if the exchange says it is dense.
+        local_grad: this replica's.
+        exchange: where rows of tables are published.
+    """
+
+    def __init__(self, replica_grads: Sequence[Tensor], local_grad: Tensor, exchange: SparseGradExchange) -> None:
+        self.replica_grads = replica_grads
+        self.local_grad = local_grad
+        self.exchange = exchange
+        self.dirty: set[str] = set()  # tables at which the own buffer may be nonzero
+        self._added_ranges: dict[str, tuple[int, int]] = {}
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self.clear_added_rows()
+        self.exchange.begin_step()
+
+    def clear_added_rows(self) -> None:
+        """Zero the rows that were added to the own buffer."""
+        for name, (start, stop) in self._added_ranges.items():
+            low = start - self.exchange.tables[name].start
+            clear_rows(self.local_grad[start:stop], low, self.exchange.row_grads(name))
+        self._added_ranges.clear()
+
+    def merge_rows_into_dense(self, dense: Collection[str]) -> None:
+        """Add the own rows of tables that also have a dense gradient to that."""
+        for name in [name for name in self.exchange.local if name in dense]:
+            slot = self.exchange.tables[name]
+            add_rows(self.local_grad[slot.start : slot.stop], 0, self.exchange.local.pop(name), 1.0)
+            self.dirty.add(name)
+
+    def grad_ranges(self, start: int, stop: int, *, as_rows: bool) -> Iterator[GradRange]:
+        """Yield what a range of the gradient is the sum of, in order.
+
+        Args:
+            start: its first element.
+            stop: one past its last.
+            as_rows: whether rows may stay rows; else they are added up.
+        """
+        position = start
+        for slot in self.exchange.tables.values():  # in the order of the layout
+            low, high = max(start, slot.start), min(stop, slot.stop)
+            if low >= high or len(self.exchange.dense_replicas(slot.name)) == len(self.replica_grads):
+                continue
+            if position < low:
+                yield self._dense_range(position, low)
+            position = high
+            yield self._table_range(slot, low, high, as_rows=as_rows)
+        if position < stop:
+            yield self._dense_range(position, stop)
+
+    def _dense_range(self, start: int, stop: int) -> GradRange:
+        return GradRange(start, stop, [row[start:stop] for row in self.replica_grads])
+
+    def _table_range(self, slot: ParamSlot, start: int, stop: int, *, as_rows: bool) -> GradRange:
+        row_grads, low = self.exchange.row_grads(slot.name), start - slot.start
+        dense = [self.replica_grads[replica][start:stop] for replica in self.exchange.dense_replicas(slot.name)]
+        local_grad = self.local_grad[start:stop]
+        if not dense and as_rows:
+            return GradRange(start, stop, [], row_grads, low)
+        if dense and not row_grads:
+            return GradRange(start, stop, dense)
+        if dense:
+            local_grad.copy_(reduce_in_order(dense, "sum") if len(dense) > 1 else dense[0])
+            self.dirty.add(slot.name)
+        else:
+            if slot.name in self.dirty:
+                local_grad.zero_()
+                self.dirty.discard(slot.name)
+            self._added_ranges[slot.name] = (start, stop)
+        add_rows(local_grad, low, row_grads, 1.0)
+        return GradRange(start, stop, [local_grad])
+
+
+def table_slots(layout: FlatLayout, sparse: Collection[str]) -> list[ParamSlot]:
+    """Return the parameters whose gradients may be published as rows: large tables, and those with sparse gradients."""
+    return [
+        slot for slot in layout.slots if is_table(slot.shape) and (slot.name in sparse or not is_small(slot, layout))
+    ]
+
+
+class SparseGradExchange:
+    """Row gradients of all replicas, as one of them sees them.
+
+    Args:
+        headers: shared by all members: :func:`header_elements` numbers for each.
+        tables: those that may have row gradients.
+        dtype: of their values.
+        replica: index of this rank among the replicas.
+    """
+
+    def __init__(self, headers: Tensor, tables: Sequence[ParamSlot], dtype: torch.dtype, replica: int) -> None:
+        self.headers = headers
+        self.tables = {slot.name: slot for slot in tables}
+        self.replica = replica
+        self.indices = torch.empty(len(headers), 0, dtype=torch.int64)
+        self.values = torch.empty(len(headers), 0, dtype=dtype)
+        self.local: dict[str, list[RowGrad]] = {}
+        self.has_rows = False  # whether any replica has published rows in this step
+        self.published: dict[str, list[tuple[int, RowGrad | None]]] = {}
+        self._unpublished: list[tuple[str, RowGrad]] = []
+
+    def begin_step(self) -> None:
+        """Start a step without published rows."""
+        self.local.clear()
+        self.has_rows = False
+        self.published.clear()
+        self._unpublished.clear()
+
+    def add(self, name: str, row_grad: RowGrad) -> None:
+        """Add a row gradient to this replica's own of a table."""
+        self.local.setdefault(name, []).append(row_grad)
+
+    def publish(self, dense: Collection[str]) -> None:
+        """Write this replica's rows for the others to read after the next barrier.
+
+        Args:
+            dense: the tables with a dense gradient, into which their rows have been added.
+        """
+        self._unpublished = [
+            (name, concat_row_grads(row_grads)) for name, row_grads in self.local.items() if name not in dense
+        ]
+        if not self.tables:
+            return
+        local, table_headers = dict(self._unpublished), []
+        first_index = first_value = 0
+        for name in self.tables:
+            row_grad = local.get(name)
+            if row_grad is None:
+                table_headers.append(RowGradHeader(DENSE_GRAD if name in dense else NO_GRAD, 0, 0, 0, 1, 0, 0, 0))
+                continue
+            count, has_value_index = len(row_grad.rows), row_grad.value_index is not None
+            table_headers.append(
+                RowGradHeader(
+                    ROW_GRAD,
+                    row_grad.is_sparse,
+                    count,
+                    has_value_index,
+                    row_grad.rows_per_value,
+                    first_index,
+                    len(row_grad.values),
+                    first_value,
+                )
+            )
+            first_index += count * (1 + has_value_index)
+            first_value += row_grad.values.numel()
+        flat = [first_index, first_value, *(number for header in table_headers for number in header)]
+        self.headers[self.replica, : len(flat)] = torch.tensor(flat)
+        if first_index <= self.indices.shape[1] and first_value <= self.values.shape[1]:
+            self._write()
+
+    def _write(self) -> None:
+        indices, values = self.indices[self.replica], self.values[self.replica]
+        first_index = first_value = 0
+        for _, row_grad in self._unpublished:
+            for column in (row_grad.rows, row_grad.value_index):
+                if column is not None:
+                    indices[first_index : first_index + len(column)] = column
+                    first_index += len(column)
+            count = row_grad.values.numel()
+            values[first_value : first_value + count] = row_grad.values.reshape(-1)
+            first_value += count
+
+    def read_all(self, fabric: Fabric, group: Group, label: str) -> None:
+        """Read the rows of all replicas, after growing the buffers if they do not fit; all members call it together."""
+        header_rows = self.headers.tolist()
+        max_indices, max_values = (max(row[field] for row in header_rows) for field in range(PREFIX_FIELDS))
+        if max_indices > self.indices.shape[1] or max_values > self.values.shape[1]:
+            self.indices = self._grow(self.indices, max_indices, fabric, group, f"rows of {label}")
+            self.values = self._grow(self.values, max_values, fabric, group, f"values of {label}")
+            self._write()
+            fabric.barrier_async(f"rows of {label}", group).wait()
+        for index, (name, slot) in enumerate(self.tables.items()):
+            start = PREFIX_FIELDS + index * HEADER_FIELDS
+            table_headers = [RowGradHeader(*row[start : start + HEADER_FIELDS]) for row in header_rows]
+            self.has_rows |= any(header.state == ROW_GRAD for header in table_headers)
+            self.published[name] = [
+                (header.state, self._read_row_grad(replica, header, slot))
+                for replica, header in enumerate(table_headers)
+            ]
+
+    def _grow(self, old: Tensor, needed: int, fabric: Fabric, group: Group, label: str) -> Tensor:
+        if needed <= old.shape[1]:
+            return old
+        capacity = -(-needed * 3 // 2 // 64) * 64
+        memory = fabric.shared_zeros(label, len(group) * capacity, old.dtype, group)
+        assert memory is not None, "these ranks share memory"
+        return memory.view(len(group), capacity)
+
+    def _read_row_grad(self, replica: int, header: RowGradHeader, slot: ParamSlot) -> RowGrad | None:
+        if header.state != ROW_GRAD:
+            return None
+        indices, width = self.indices[replica][header.first_index :], slot.shape[1]
+        values = self.values[replica][header.first_value : header.first_value + header.num_values * width]
+        return RowGrad(
+            indices[: header.num_rows],
+            values.view(header.num_values, width),
+            indices[header.num_rows : 2 * header.num_rows] if header.has_value_index else None,
+            header.rows_per_value,
+            bool(header.is_sparse),
+        )
+
+    def row_grads(self, name: str) -> list[RowGrad]:
+        """Return the published row gradients of a table, in the order of the replicas."""
+        return [row_grad for _, row_grad in self.published.get(name, []) if row_grad is not None]
+
+    def dense_replicas(self, name: str) -> list[int]:
+        """Return the replicas with a dense gradient of the table."""
+        return [replica for replica, (state, _) in enumerate(self.published.get(name, [])) if state == DENSE_GRAD]
+
+
+class RowGradHeader(NamedTuple):
+    """What a replica publishes about its gradient of one table; offsets count from the start of its own buffers."""
+
+    state: int
+    is_sparse: int
+    num_rows: int
+    has_value_index: int
+    rows_per_value: int
+    first_index: int
+    num_values: int
+    first_value: int
+
+
+HEADER_FIELDS = len(RowGradHeader._fields)
+
+PREFIX_FIELDS = 2  # before the headers: the numbers of indices and of value elements
+
+
+def header_elements(num_tables: int) -> int:
+    """Return the length of one replica's headers, padded so that the next ones begin at a cache line."""
+    return -(-(PREFIX_FIELDS + HEADER_FIELDS * num_tables) // 8) * 8

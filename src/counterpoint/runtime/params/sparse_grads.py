@@ -23,149 +23,6 @@ from counterpoint.fabric.shm.native import DTYPES, SparseRowsArgs, SparseRowsPar
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot
 
 
-@dataclass(frozen=True, slots=True)
-class RowGrad:
-    """Values to be added to some rows of a table.
-
-    Args:
-        rows: row indices; they may repeat, and negative ones are ignored.
-        values: ``(num_values, width)``.
-        value_index: for each row the index of its value; None if value ``i // rows_per_value`` belongs to row ``i``.
-        rows_per_value: consecutive rows that get the same value, if there is no ``value_index``.
-        is_sparse: whether the model asked for a sparse gradient.
-    """
-
-    rows: Tensor
-    values: Tensor
-    value_index: Tensor | None = None
-    rows_per_value: int = 1
-    is_sparse: bool = False
-
-    def expand_value_index(self) -> Tensor:
-        """Return for each row the index of its value."""
-        if self.value_index is not None:
-            return self.value_index
-        return torch.arange(len(self.rows), device=self.rows.device) // self.rows_per_value
-
-    def expand(self) -> tuple[Tensor, Tensor]:
-        """Return the rows that are not ignored, and one value for each."""
-        is_used = self.rows >= 0
-        return self.rows[is_used], self.values[self.expand_value_index()[is_used]]
-
-
-def row_grad_from_sparse(gradient: Tensor) -> RowGrad:
-    """Return a sparse gradient of a table as rows.
-
-    Example:
-        >>> gradient = torch.sparse_coo_tensor([[2, 0]], [[1.0, 2.0], [3.0, 4.0]], (4, 2), check_invariants=True)
-        >>> row_grad_from_sparse(gradient).rows.tolist()
-        [2, 0]
-    """
-    return RowGrad(gradient._indices()[0].contiguous(), gradient._values().contiguous(), is_sparse=True)  # noqa: SLF001
-
-
-def is_table(shape: Sequence[int]) -> bool:
-    """Return whether a parameter of this shape has rows."""
-    return len(shape) == 2 and shape[1] > 0
-
-
-def concat_row_grads(row_grads: Sequence[RowGrad]) -> RowGrad:
-    """Concatenate row gradients, in their order."""
-    if len(row_grads) == 1:
-        return row_grads[0]
-    starts = [0]
-    for row_grad in row_grads:
-        starts.append(starts[-1] + len(row_grad.values))
-    return RowGrad(
-        torch.cat([row_grad.rows for row_grad in row_grads]),
-        torch.cat([row_grad.values for row_grad in row_grads]),
-        torch.cat([row_grad.expand_value_index() + start for row_grad, start in zip(row_grads, starts, strict=False)]),
-        is_sparse=all(row_grad.is_sparse for row_grad in row_grads),
-    )
-
-
-def add_rows(into: Tensor, low: int, row_grads: Sequence[RowGrad], factor: float) -> None:
-    """Add values times a factor to rows of a table, in the order of the row gradients.
-
-    Args:
-        into: the table's elements from ``low``, flat; rows outside are ignored.
-        low: the first element.
-        row_grads: what is added.
-        factor: what values are multiplied with.
-    """
-    if not _call_native(into, low, row_grads, factor, is_clearing=False):
-        for row_grad in row_grads:
-            positions, values = _elements_of(into, low, row_grad)
-            into.index_add_(0, positions, values, alpha=factor)
-
-
-def clear_rows(into: Tensor, low: int, row_grads: Sequence[RowGrad]) -> None:
-    """Zero the rows that row gradients name; see :func:`add_rows`."""
-    if not _call_native(into, low, row_grads, 0.0, is_clearing=True):
-        for row_grad in row_grads:
-            into[_elements_of(into, low, row_grad)[0]] = 0
-
-
-def coalesce_row_grads(row_grads: Sequence[RowGrad], shape: tuple[int, ...]) -> Tensor:
-    """Return the sum of one or more row gradients as a sparse tensor in which every row occurs once."""
-    expanded = [row_grad.expand() for row_grad in row_grads]
-    rows = torch.cat([rows for rows, _ in expanded])
-    values = torch.cat([values for _, values in expanded])
-    return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
-
-
-def _call_native(into: Tensor, low: int, row_grads: Sequence[RowGrad], factor: float, *, is_clearing: bool) -> bool:
-    library = native().library
-    if library is None or into.dtype not in {torch.float32, torch.float64} or not into.is_cpu:
-        return False
-    if not row_grads or not into.numel():
-        return True
-    parts = (SparseRowsPart * len(row_grads))()
-    for part, row_grad in zip(parts, row_grads, strict=True):
-        part.rows, part.values, part.count = row_grad.rows.data_ptr(), row_grad.values.data_ptr(), len(row_grad.rows)
-        part.at, part.each = (
-            None if row_grad.value_index is None else row_grad.value_index.data_ptr(),
-            row_grad.rows_per_value,
-        )
-    args = SparseRowsArgs(
-        dtype=DTYPES[into.dtype],
-        num_parts=len(row_grads),
-        is_clearing=int(is_clearing),
-        parts=parts,
-        into=into.data_ptr(),
-        width=row_grads[0].values.shape[1],
-        low=low,
-        high=low + into.numel(),
-        factor=factor,
-    )
-    library.cp_add_rows(byref(args))
-    return True
-
-
-def _elements_of(into: Tensor, low: int, row_grad: RowGrad) -> tuple[Tensor, Tensor]:
-    """Return the positions in ``into`` that a row gradient adds to, and the values."""
-    rows, values = row_grad.expand()
-    width = row_grad.values.shape[1]
-    positions = rows[:, None] * width + torch.arange(width, device=rows.device) - low
-    inside = (positions >= 0) & (positions < into.numel())
-    return positions[inside], values[inside]
-
-
-RowGradsByName: TypeAlias = dict[str, list[RowGrad]]
-
-
-def cached_sparse_sum(cache: dict[str, Tensor], slot: ParamSlot, row_grads: Sequence[RowGrad]) -> Tensor | None:
-    """Return the sum of a table's row gradients as a sparse tensor; None if there are none, or not all are sparse.
-
-    It is the same tensor until the cache is cleared, so that changes such as clipping reach the update.
-    """
-    if not row_grads or not all(row_grad.is_sparse for row_grad in row_grads):
-        return None
-    if slot.name not in cache:
-        cache[slot.name] = coalesce_row_grads(row_grads, slot.shape)
-    return cache[slot.name]
-
-
 class SparseGrads:
     """Sparse gradients of one unit's tables: this rank's own rows, and rows gathered from other ranks.
 
@@ -289,6 +146,149 @@ class SparseGrads:
         """Return the gradient of the table at a range as a sparse tensor; None if it has none, or a dense one."""
         slot = next((slot for slot in self.slots.values() if (slot.start, slot.stop) == (start, stop)), None)
         return None if slot is None else cached_sparse_sum(self._sparse_sums, slot, self.row_grads(slot.name))
+
+
+@dataclass(frozen=True, slots=True)
+class RowGrad:
+    """Values to be added to some rows of a table.
+
+    Args:
+        rows: row indices; they may repeat, and negative ones are ignored.
+        values: ``(num_values, width)``.
+        value_index: for each row the index of its value; None if value ``i // rows_per_value`` belongs to row ``i``.
+        rows_per_value: consecutive rows that get the same value, if there is no ``value_index``.
+        is_sparse: whether the model asked for a sparse gradient.
+    """
+
+    rows: Tensor
+    values: Tensor
+    value_index: Tensor | None = None
+    rows_per_value: int = 1
+    is_sparse: bool = False
+
+    def expand_value_index(self) -> Tensor:
+        """Return for each row the index of its value."""
+        if self.value_index is not None:
+            return self.value_index
+        return torch.arange(len(self.rows), device=self.rows.device) // self.rows_per_value
+
+    def expand(self) -> tuple[Tensor, Tensor]:
+        """Return the rows that are not ignored, and one value for each."""
+        is_used = self.rows >= 0
+        return self.rows[is_used], self.values[self.expand_value_index()[is_used]]
+
+
+RowGradsByName: TypeAlias = dict[str, list[RowGrad]]
+
+
+def row_grad_from_sparse(gradient: Tensor) -> RowGrad:
+    """Return a sparse gradient of a table as rows.
+
+    Example:
+        >>> gradient = torch.sparse_coo_tensor([[2, 0]], [[1.0, 2.0], [3.0, 4.0]], (4, 2), check_invariants=True)
+        >>> row_grad_from_sparse(gradient).rows.tolist()
+        [2, 0]
+    """
+    return RowGrad(gradient._indices()[0].contiguous(), gradient._values().contiguous(), is_sparse=True)  # noqa: SLF001
+
+
+def is_table(shape: Sequence[int]) -> bool:
+    """Return whether a parameter of this shape has rows."""
+    return len(shape) == 2 and shape[1] > 0
+
+
+def concat_row_grads(row_grads: Sequence[RowGrad]) -> RowGrad:
+    """Concatenate row gradients, in their order."""
+    if len(row_grads) == 1:
+        return row_grads[0]
+    starts = [0]
+    for row_grad in row_grads:
+        starts.append(starts[-1] + len(row_grad.values))
+    return RowGrad(
+        torch.cat([row_grad.rows for row_grad in row_grads]),
+        torch.cat([row_grad.values for row_grad in row_grads]),
+        torch.cat([row_grad.expand_value_index() + start for row_grad, start in zip(row_grads, starts, strict=False)]),
+        is_sparse=all(row_grad.is_sparse for row_grad in row_grads),
+    )
+
+
+def add_rows(into: Tensor, low: int, row_grads: Sequence[RowGrad], factor: float) -> None:
+    """Add values times a factor to rows of a table, in the order of the row gradients.
+
+    Args:
+        into: the table's elements from ``low``, flat; rows outside are ignored.
+        low: the first element.
+        row_grads: what is added.
+        factor: what values are multiplied with.
+    """
+    if not _call_native(into, low, row_grads, factor, is_clearing=False):
+        for row_grad in row_grads:
+            positions, values = _elements_of(into, low, row_grad)
+            into.index_add_(0, positions, values, alpha=factor)
+
+
+def clear_rows(into: Tensor, low: int, row_grads: Sequence[RowGrad]) -> None:
+    """Zero the rows that row gradients name; see :func:`add_rows`."""
+    if not _call_native(into, low, row_grads, 0.0, is_clearing=True):
+        for row_grad in row_grads:
+            into[_elements_of(into, low, row_grad)[0]] = 0
+
+
+def coalesce_row_grads(row_grads: Sequence[RowGrad], shape: tuple[int, ...]) -> Tensor:
+    """Return the sum of one or more row gradients as a sparse tensor in which every row occurs once."""
+    expanded = [row_grad.expand() for row_grad in row_grads]
+    rows = torch.cat([rows for rows, _ in expanded])
+    values = torch.cat([values for _, values in expanded])
+    return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
+
+
+def _call_native(into: Tensor, low: int, row_grads: Sequence[RowGrad], factor: float, *, is_clearing: bool) -> bool:
+    library = native().library
+    if library is None or into.dtype not in {torch.float32, torch.float64} or not into.is_cpu:
+        return False
+    if not row_grads or not into.numel():
+        return True
+    parts = (SparseRowsPart * len(row_grads))()
+    for part, row_grad in zip(parts, row_grads, strict=True):
+        part.rows, part.values, part.count = row_grad.rows.data_ptr(), row_grad.values.data_ptr(), len(row_grad.rows)
+        part.at, part.each = (
+            None if row_grad.value_index is None else row_grad.value_index.data_ptr(),
+            row_grad.rows_per_value,
+        )
+    args = SparseRowsArgs(
+        dtype=DTYPES[into.dtype],
+        num_parts=len(row_grads),
+        is_clearing=int(is_clearing),
+        parts=parts,
+        into=into.data_ptr(),
+        width=row_grads[0].values.shape[1],
+        low=low,
+        high=low + into.numel(),
+        factor=factor,
+    )
+    library.cp_add_rows(byref(args))
+    return True
+
+
+def _elements_of(into: Tensor, low: int, row_grad: RowGrad) -> tuple[Tensor, Tensor]:
+    """Return the positions in ``into`` that a row gradient adds to, and the values."""
+    rows, values = row_grad.expand()
+    width = row_grad.values.shape[1]
+    positions = rows[:, None] * width + torch.arange(width, device=rows.device) - low
+    inside = (positions >= 0) & (positions < into.numel())
+    return positions[inside], values[inside]
+
+
+def cached_sparse_sum(cache: dict[str, Tensor], slot: ParamSlot, row_grads: Sequence[RowGrad]) -> Tensor | None:
+    """Return the sum of a table's row gradients as a sparse tensor; None if there are none, or not all are sparse.
+
+    It is the same tensor until the cache is cleared, so that changes such as clipping reach the update.
+    """
+    if not row_grads or not all(row_grad.is_sparse for row_grad in row_grads):
+        return None
+    if slot.name not in cache:
+        cache[slot.name] = coalesce_row_grads(row_grads, slot.shape)
+    return cache[slot.name]
 
 
 def all_gather_ranges(fabric: Fabric, local: Tensor, bounds: Sequence[int], group: Group, label: str) -> Tensor:

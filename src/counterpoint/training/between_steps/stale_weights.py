@@ -34,10 +34,12 @@ _METADATA_ATTRIBUTES = (
     "is_sparse", "ndim", "nbytes", "itemsize", "names", "output_nr", "retains_grad", "_version", "_backward_hooks",
     "_post_accumulate_grad_hooks",
 )  # fmt: skip
+
 _METADATA_METHODS = (
     "size", "dim", "numel", "nelement", "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex",
     "get_device", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__len__",
 )  # fmt: skip
+
 _METADATA_FNS = frozenset(
     [getattr(Tensor, name).__get__ for name in _METADATA_ATTRIBUTES if hasattr(getattr(Tensor, name, None), "__get__")]
     + [getattr(Tensor, name) for name in _METADATA_METHODS]
@@ -46,165 +48,11 @@ _METADATA_FNS = frozenset(
 )
 """What may be asked of a stale tensor: nothing of it is a value."""
 
-
 GRAD: Any = Tensor.grad
 """Torch's own attribute."""
+
 GRAD_DROPPING_FNS = frozenset({"zero_grad", "_apply"})
 """Functions that ask for a gradient only to drop it, or to move it with the parameter."""
-
-
-def get_own_grad(param: Tensor) -> Tensor | None:
-    """Return what torch has as a parameter's gradient."""
-    with without_stale_reads():
-        grad: Tensor | None = GRAD.__get__(param)
-        return grad
-
-
-def _require_no_new_parameter(name: str, plan: str) -> None:
-    """Raise if torch's class of parameters asks for a tensor's values, to make another parameter of the very tensor.
-
-    Raises:
-        DataError: it does.
-    """
-    if sys._getframe(2).f_code.co_name == "__new__":  # noqa: SLF001 - see there
-        raise DataError(
-            f"{name} of the model is made another parameter between two steps, as by registering a parametrization "
-            f"(weight_norm), but under {plan} ranks train the one that it was; do it before the first step, or close() "
-            "and call parallelize(...) again; nn.Parameter(param.detach().clone()) makes a copy"
-        )
-
-
-class WithoutOwnGrad(Tensor):
-    """A parameter whose gradient is loaded, or refused, when it is read."""
-
-    stale_grads: StaleGrads
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient of the last step."""
-        own = get_own_grad(self)
-        if own is None and sys._getframe(1).f_code.co_name not in GRAD_DROPPING_FNS:  # noqa: SLF001 - see there
-            self.stale_grads.load(self)
-            own = get_own_grad(self)
-        return own
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        """Set it."""
-        with without_stale_reads():
-            GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        """Drop it."""
-        self.grad = None
-
-    def detach(self) -> Tensor:
-        """Return the values, as torch's own."""
-        _require_no_new_parameter(self.stale_grads.names.get(id(self), "a parameter"), self.stale_grads.plan)
-        return super().detach()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copy a plain parameter."""
-        copied = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
-
-class StaleGrads:
-    """The gradients of the last step, which ranks have in other tensors than the parameters of the user's model.
-
-    Args:
-        params: by name, of the model.
-        plan: of the ranks, for errors.
-        read: returns the gradients by name; raises if the ranks do not have them.
-        is_single_process: whether all ranks are in this process.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        plan: str,
-        read: Callable[[], Mapping[str, Tensor]],
-        *,
-        is_single_process: bool,
-    ) -> None:
-        self.params, self.plan, self.read, self.is_single_process = params, plan, read, is_single_process
-        self.names = {id(param): name for name, param in params.items()}
-        self.is_loaded = False
-        self.loaded: list[tuple[str, Tensor, int]] = []  # gradients, with their version counters
-
-    def load(self, param: Tensor) -> None:
-        """Give all parameters their gradients, because that of ``param`` is read.
-
-        Raises:
-            DataError: other processes would have to take part, or there are none.
-        """
-        if self.is_loaded:
-            return
-        if not self.is_single_process:
-            raise DataError(
-                f"the grad of {self.names[id(param)]} is read after a step, but under {self.plan} ranks in other "
-                "processes have a part of it; call step.gradients(), or step.grad_norms(), on all ranks; clip_norm=... "
-                "clips gradients"
-            )
-        grads = {name: grad for name, grad in self.read().items() if name in self.params}
-        self.is_loaded = True
-        for name, grad in grads.items():
-            param = self.params[name]
-            param.grad = grad.to(param.device)
-            self.loaded.append((name, param.grad, param.grad._version))  # noqa: SLF001 - to see changes
-
-    def drop(self) -> None:
-        """Drop the gradients before the next step.
-
-        Raises:
-            DataError: one was changed in place.
-        """
-        loaded, self.loaded, self.is_loaded = self.loaded, [], False
-        for name, grad, _ in loaded:
-            if get_own_grad(self.params[name]) is grad:
-                self.params[name].grad = None
-        for name, grad, version in loaded:
-            if grad._version != version:  # noqa: SLF001 - there is no other way to see it
-                raise DataError(
-                    f"the grad of {name} was changed after the step, which had applied it already, so this has no "
-                    "effect; clip_norm=... and clip_value=... clip gradients before the update; write other changes "
-                    "into the loss"
-                )
-
-
-class StaleTensor(Tensor):
-    """A tensor whose values are loaded, or refused, before anything reads them."""
-
-    stale_weights: StaleWeights
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Load the values if the function may read them; then call it."""
-        kwargs = kwargs or {}
-        if func not in _METADATA_FNS:
-            for leaf in tree_leaves([args, kwargs]):
-                if isinstance(leaf, StaleTensor):
-                    leaf.stale_weights.load(leaf)
-        with without_stale_reads():
-            return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401 - a parameter or buffer
-        """Load the values, and copy what is then a plain tensor."""
-        self.stale_weights.load(self)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as torch's
-        """Load the values, and pickle what is then a plain tensor."""
-        self.stale_weights.load(self)
-        return self.__reduce_ex__(protocol)
 
 
 class StaleWeights:
@@ -296,3 +144,157 @@ class StaleWeights:
                 f"step.full_weights() as model:`, or after step.export_weights(), which all ranks call{replaced}"
             )
         self.export()
+
+
+class StaleTensor(Tensor):
+    """A tensor whose values are loaded, or refused, before anything reads them."""
+
+    stale_weights: StaleWeights
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Load the values if the function may read them; then call it."""
+        kwargs = kwargs or {}
+        if func not in _METADATA_FNS:
+            for leaf in tree_leaves([args, kwargs]):
+                if isinstance(leaf, StaleTensor):
+                    leaf.stale_weights.load(leaf)
+        with without_stale_reads():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401 - a parameter or buffer
+        """Load the values, and copy what is then a plain tensor."""
+        self.stale_weights.load(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as torch's
+        """Load the values, and pickle what is then a plain tensor."""
+        self.stale_weights.load(self)
+        return self.__reduce_ex__(protocol)
+
+
+class StaleGrads:
+    """The gradients of the last step, which ranks have in other tensors than the parameters of the user's model.
+
+    Args:
+        params: by name, of the model.
+        plan: of the ranks, for errors.
+        read: returns the gradients by name; raises if the ranks do not have them.
+        is_single_process: whether all ranks are in this process.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        plan: str,
+        read: Callable[[], Mapping[str, Tensor]],
+        *,
+        is_single_process: bool,
+    ) -> None:
+        self.params, self.plan, self.read, self.is_single_process = params, plan, read, is_single_process
+        self.names = {id(param): name for name, param in params.items()}
+        self.is_loaded = False
+        self.loaded: list[tuple[str, Tensor, int]] = []  # gradients, with their version counters
+
+    def load(self, param: Tensor) -> None:
+        """Give all parameters their gradients, because that of ``param`` is read.
+
+        Raises:
+            DataError: other processes would have to take part, or there are none.
+        """
+        if self.is_loaded:
+            return
+        if not self.is_single_process:
+            raise DataError(
+                f"the grad of {self.names[id(param)]} is read after a step, but under {self.plan} ranks in other "
+                "processes have a part of it; call step.gradients(), or step.grad_norms(), on all ranks; clip_norm=... "
+                "clips gradients"
+            )
+        grads = {name: grad for name, grad in self.read().items() if name in self.params}
+        self.is_loaded = True
+        for name, grad in grads.items():
+            param = self.params[name]
+            param.grad = grad.to(param.device)
+            self.loaded.append((name, param.grad, param.grad._version))  # noqa: SLF001 - to see changes
+
+    def drop(self) -> None:
+        """Drop the gradients before the next step.
+
+        Raises:
+            DataError: one was changed in place.
+        """
+        loaded, self.loaded, self.is_loaded = self.loaded, [], False
+        for name, grad, _ in loaded:
+            if get_own_grad(self.params[name]) is grad:
+                self.params[name].grad = None
+        for name, grad, version in loaded:
+            if grad._version != version:  # noqa: SLF001 - there is no other way to see it
+                raise DataError(
+                    f"the grad of {name} was changed after the step, which had applied it already, so this has no "
+                    "effect; clip_norm=... and clip_value=... clip gradients before the update; write other changes "
+                    "into the loss"
+                )
+
+
+class WithoutOwnGrad(Tensor):
+    """A parameter whose gradient is loaded, or refused, when it is read."""
+
+    stale_grads: StaleGrads
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the last step."""
+        own = get_own_grad(self)
+        if own is None and sys._getframe(1).f_code.co_name not in GRAD_DROPPING_FNS:  # noqa: SLF001 - see there
+            self.stale_grads.load(self)
+            own = get_own_grad(self)
+        return own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        """Set it."""
+        with without_stale_reads():
+            GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        """Drop it."""
+        self.grad = None
+
+    def detach(self) -> Tensor:
+        """Return the values, as torch's own."""
+        _require_no_new_parameter(self.stale_grads.names.get(id(self), "a parameter"), self.stale_grads.plan)
+        return super().detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy a plain parameter."""
+        copied = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+def get_own_grad(param: Tensor) -> Tensor | None:
+    """Return what torch has as a parameter's gradient."""
+    with without_stale_reads():
+        grad: Tensor | None = GRAD.__get__(param)
+        return grad
+
+
+def _require_no_new_parameter(name: str, plan: str) -> None:
+    """Raise if torch's class of parameters asks for a tensor's values, to make another parameter of the very tensor.
+
+    Raises:
+        DataError: it does.
+    """
+    if sys._getframe(2).f_code.co_name == "__new__":  # noqa: SLF001 - see there
+        raise DataError(
+            f"{name} of the model is made another parameter between two steps, as by registering a parametrization "
+            f"(weight_norm), but under {plan} ranks train the one that it was; do it before the first step, or close() "
+            "and call parallelize(...) again; nn.Parameter(param.detach().clone()) makes a copy"
+        )

@@ -97,101 +97,8 @@ if TYPE_CHECKING:
     from counterpoint.planner.choose import PlanChoice
 
 
-@contextmanager
-def annotate_errors(interpreter: Interpreter, rank: int) -> Iterator[None]:
-    """Add step, rank and microbatch to an error of the user's code, and the step to one about another rank."""
-    try:
-        yield
-    except PeerError as error:
-        explained = explain_announcement(error)
-        explained.add_note(f"in step {interpreter.rng.step}")
-        if explained is error:
-            raise
-        raise explained from error
-    except CounterpointError:
-        raise
-    except Exception as error:
-        error.add_note(f"in step {interpreter.rng.step} on rank {rank}, microbatch {interpreter.rng.micro}")
-        raise
-
-
-@contextmanager
-def stop_others_on_error(world: FabricWorld) -> Iterator[None]:
-    """Tell ranks in other processes of an error of this one, for which they would wait in the step."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(world, DistributedWorld):
-            world.stop(error)
-        raise
-
-
-@contextmanager
-def rollback_on_error(
-    world: FabricWorld, ranks: Mapping[int, RankRuntime], in_flight: InFlightBatches, number: int = 0
-) -> Iterator[None]:
-    """Roll back a step that fails, if all ranks are in this process; otherwise the error ends the ranks.
-
-    Args:
-        world: of the ranks.
-        ranks: those of this process.
-        in_flight: batches, which are dropped.
-        number: of the step; decisions of earlier ones stay on the device if no rank has read them.
-    """
-    try:
-        yield
-    except BaseException:
-        in_flight.batches.clear()
-        if not isinstance(world, DistributedWorld):
-            pending = [{commit.step for commit, _ in rank.interpreter.state.pending_commits} for rank in ranks.values()]
-            unread = {step for step in set.intersection(*pending) if step < number}
-            for rank in ranks.values():
-                rank.interpreter.rollback(unread)
-        raise
-
-
-def abort_training(local_ranks: LocalRanks, error: BaseException, entry_point: str) -> None:
-    """Drop the batches in flight after an error; then export the weights, or stop the ranks in other processes.
-
-    If ranks in other processes are stopped, the parameters that only they train become nan here.
-
-    Args:
-        local_ranks: the ranks whose training has ended with an error.
-        error: the error.
-        entry_point: the call before which the model's weights may date, for a note on the error.
-    """
-    local_ranks.in_flight.batches.clear()
-    try:
-        if isinstance(local_ranks.world, DistributedWorld):
-            local_ranks.world.stop(error)
-            local_ranks.drop_stale_weights(error)
-        elif local_ranks.changes is not None:
-            try:
-                local_ranks.finish_steps()
-            except DataError as late_error:  # of the step before the one that failed
-                error.add_note(str(late_error))
-            local_ranks.export_weights()
-    except (CounterpointError, torch.OutOfMemoryError) as export_error:
-        error.add_note(
-            f"the trained weights could not be exported: {export_error}; the model's are from before {entry_point}, or "
-            "those of some rank when it failed: load a checkpoint (resume=...), or build the model again"
-        )
-
-
 ReadBatch: TypeAlias = Callable[[], tuple[Any, Any, int]]
 """Returns inputs, targets and number of samples of a batch."""
-
-
-class StepObserver(Protocol):
-    """Sees the steps of ranks before they are taken, and may replace them."""
-
-    def before_step(self, local_ranks: LocalRanks, batch: MicrobatchSource) -> StepResult | None:
-        """Return the result of a step that is not to be taken; None for one that is."""
-        ...
-
-    def after_training(self) -> None:
-        """Take note that no further step is to be expected."""
-        ...
 
 
 class LocalRanks:
@@ -1161,6 +1068,99 @@ class LocalRanks:
         self.remove_casts()
         self.stale_weights.unmark()
         self.step_gradients.drop()
+
+
+class StepObserver(Protocol):
+    """Sees the steps of ranks before they are taken, and may replace them."""
+
+    def before_step(self, local_ranks: LocalRanks, batch: MicrobatchSource) -> StepResult | None:
+        """Return the result of a step that is not to be taken; None for one that is."""
+        ...
+
+    def after_training(self) -> None:
+        """Take note that no further step is to be expected."""
+        ...
+
+
+@contextmanager
+def annotate_errors(interpreter: Interpreter, rank: int) -> Iterator[None]:
+    """Add step, rank and microbatch to an error of the user's code, and the step to one about another rank."""
+    try:
+        yield
+    except PeerError as error:
+        explained = explain_announcement(error)
+        explained.add_note(f"in step {interpreter.rng.step}")
+        if explained is error:
+            raise
+        raise explained from error
+    except CounterpointError:
+        raise
+    except Exception as error:
+        error.add_note(f"in step {interpreter.rng.step} on rank {rank}, microbatch {interpreter.rng.micro}")
+        raise
+
+
+@contextmanager
+def stop_others_on_error(world: FabricWorld) -> Iterator[None]:
+    """Tell ranks in other processes of an error of this one, for which they would wait in the step."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(world, DistributedWorld):
+            world.stop(error)
+        raise
+
+
+@contextmanager
+def rollback_on_error(
+    world: FabricWorld, ranks: Mapping[int, RankRuntime], in_flight: InFlightBatches, number: int = 0
+) -> Iterator[None]:
+    """Roll back a step that fails, if all ranks are in this process; otherwise the error ends the ranks.
+
+    Args:
+        world: of the ranks.
+        ranks: those of this process.
+        in_flight: batches, which are dropped.
+        number: of the step; decisions of earlier ones stay on the device if no rank has read them.
+    """
+    try:
+        yield
+    except BaseException:
+        in_flight.batches.clear()
+        if not isinstance(world, DistributedWorld):
+            pending = [{commit.step for commit, _ in rank.interpreter.state.pending_commits} for rank in ranks.values()]
+            unread = {step for step in set.intersection(*pending) if step < number}
+            for rank in ranks.values():
+                rank.interpreter.rollback(unread)
+        raise
+
+
+def abort_training(local_ranks: LocalRanks, error: BaseException, entry_point: str) -> None:
+    """Drop the batches in flight after an error; then export the weights, or stop the ranks in other processes.
+
+    If ranks in other processes are stopped, the parameters that only they train become nan here.
+
+    Args:
+        local_ranks: the ranks whose training has ended with an error.
+        error: the error.
+        entry_point: the call before which the model's weights may date, for a note on the error.
+    """
+    local_ranks.in_flight.batches.clear()
+    try:
+        if isinstance(local_ranks.world, DistributedWorld):
+            local_ranks.world.stop(error)
+            local_ranks.drop_stale_weights(error)
+        elif local_ranks.changes is not None:
+            try:
+                local_ranks.finish_steps()
+            except DataError as late_error:  # of the step before the one that failed
+                error.add_note(str(late_error))
+            local_ranks.export_weights()
+    except (CounterpointError, torch.OutOfMemoryError) as export_error:
+        error.add_note(
+            f"the trained weights could not be exported: {export_error}; the model's are from before {entry_point}, or "
+            "those of some rank when it failed: load a checkpoint (resume=...), or build the model again"
+        )
 
 
 def find_accelerator(model: nn.Module) -> Accelerator:
