@@ -40,30 +40,10 @@ from counterpoint.ps.shard import PsShard
 
 MAX_PENDING = 256
 """Journal entries that may wait for the backup; further writes are rejected with ``later``."""
+
+
 MAX_WAITING_PULLS = 4096
 """Pulls that may wait for a version or a clock."""
-
-
-@dataclass(slots=True)
-class BackupReplica:
-    """A shard of which this server is not the primary.
-
-    Attributes:
-        shard: its copy; None if it has none.
-        is_installed: whether the copy was installed by the current primary, so that entries may be applied.
-    """
-
-    shard: PsShard | None
-    is_installed: bool = False
-
-    def apply_replication(self, job: JobConfig, message: InstallSnapshot | ReplicateEntry) -> Iterator[AppendJournal]:
-        """Apply what the primary sent, if it is the next entry; yield entries that may turn out to be committed."""
-        if isinstance(message, InstallSnapshot):
-            if not self.is_installed:
-                self.shard, self.is_installed = PsShard(job, message.shard, message.state), True
-        elif self.is_installed and self.shard is not None and message.position == self.shard.position:
-            self.shard.apply(message.entry)
-            yield AppendJournal(message.shard, message.position, message.entry, is_committed=False)
 
 
 @dataclass(slots=True)
@@ -91,36 +71,36 @@ class PrimaryReplica:
         """Whether the log takes the place of a backup."""
         return self.replicas.is_backup_ready and not self.replicas.backup
 
-    def next_sequence(self, change: WriteRequest) -> int | None:
+    def next_sequence(self, request: WriteRequest) -> int | None:
         """Return the sender's next expected sequence, pending entries included; None for an unknown sender."""
-        client = self.shard.clients.get(change.header.member)
-        if client is None or client.incarnation != change.header.incarnation:
+        client = self.shard.clients.get(request.header.member)
+        if client is None or client.incarnation != request.header.incarnation:
             return None
         num_pending = sum(
-            not isinstance(entry, SetMembers) and entry.header.member == change.header.member for entry in self.pending
+            not isinstance(entry, SetMembers) and entry.header.member == request.header.member for entry in self.pending
         )
         return client.next_sequence + num_pending
 
-    def on_write(self, header: RequestHeader, change: WriteRequest, now: float) -> Iterator[PsAction]:
+    def on_write(self, header: RequestHeader, request: WriteRequest, now: float) -> Iterator[PsAction]:
         """Yield the actions for a write request.
 
         Args:
             header: of this server.
-            change: the request.
+            request: of a worker.
             now: current time.
         """
-        next_sequence = self.next_sequence(change)
+        next_sequence = self.next_sequence(request)
         if next_sequence is None or not self.replicas.is_backup_ready:
-            yield self.reject(change, "later", f"shard {self.shard.index} is changing replicas")
-        elif change.header.sequence == next_sequence:
+            yield self.reject(request, "later", f"shard {self.shard.index} is changing replicas")
+        elif request.header.sequence == next_sequence:
             if len(self.pending) >= MAX_PENDING:
-                yield self.reject(change, "later", f"{len(self.pending)} requests are waiting for the backup")
+                yield self.reject(request, "later", f"{len(self.pending)} requests are waiting for the backup")
             else:
-                yield from self.append(header, change, now)
+                yield from self.append(header, request, now)
         else:
-            reply = self.shard.clients[change.header.member].replies.get(change.header.sequence)
+            reply = self.shard.clients[request.header.member].replies.get(request.header.sequence)
             if reply is not None:  # otherwise the request waits for the backup, and its reply follows
-                yield reply_to(change.header, reply)
+                yield reply_to(request.header, reply)
 
     def reject(self, request: WriteRequest | PullRequest, reason: RejectReason, text: str) -> SendMessage:
         """Return the reply that nothing changed."""
@@ -185,6 +165,28 @@ class PrimaryReplica:
         for index, entry in enumerate(self.pending):
             message = ReplicateEntry(header, self.shard.index, self.shard.position + index, entry)
             yield SendMessage(self.replicas.backup, message)
+
+
+@dataclass(slots=True)
+class BackupReplica:
+    """A shard of which this server is not the primary.
+
+    Attributes:
+        shard: its copy; None if it has none.
+        is_installed: whether the copy was installed by the current primary, so that entries may be applied.
+    """
+
+    shard: PsShard | None
+    is_installed: bool = False
+
+    def apply_replication(self, job: JobConfig, message: InstallSnapshot | ReplicateEntry) -> Iterator[AppendJournal]:
+        """Apply what the primary sent, if it is the next entry; yield entries that may turn out to be committed."""
+        if isinstance(message, InstallSnapshot):
+            if not self.is_installed:
+                self.shard, self.is_installed = PsShard(job, message.shard, message.state), True
+        elif self.is_installed and self.shard is not None and message.position == self.shard.position:
+            self.shard.apply(message.entry)
+            yield AppendJournal(message.shard, message.position, message.entry, is_committed=False)
 
 
 def shard_log_name(shard: int) -> str:

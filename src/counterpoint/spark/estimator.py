@@ -146,9 +146,9 @@ class TorchEstimator(_ColumnParams, Estimator):  # type: ignore[misc]
     def _fit_in_ranks(
         self, dataset: DataFrame, model: nn.Module, optimizer: Callable[..., Any], columns: Sequence[str]
     ) -> tuple[str, list[float]]:
-        what = encode_module((model, self.loss, optimizer), "the model, the loss or the optimizer")
+        payload = encode_module((model, self.loss, optimizer), "the model, the loss or the optimizer")
         trainer = {"strategy": self._param_value("strategy"), "seed": self._param_value("seed"), **self.options}
-        args = [what, {"trainer": trainer, "fit": self._fit_options()}]
+        args = [payload, {"trainer": trainer, "fit": self._fit_options()}]
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         count = self._param_value("ranks") or None
         (first, *_) = run_ranks(dataset, fit_as_rank, ranks=count, args=args, columns=columns, dtype=dtype)
@@ -225,14 +225,14 @@ def make_predict_udf(dataset: DataFrame, model: nn.Module, names: Sequence[str])
     from pyspark.sql.functions import pandas_udf
 
     dtype = next((param.dtype for param in model.parameters()), torch.float32)
-    still = dataset.sparkSession.sparkContext.broadcast(encode_value(named_tensors(model), "the model"))
-    predictor = Predictor(secrets.token_hex(8), meta_copy(model), still, tuple(names), dtype)
+    tensors = dataset.sparkSession.sparkContext.broadcast(encode_value(named_tensors(model), "the model"))
+    predictor = Predictor(secrets.token_hex(8), meta_copy(model), tensors, tuple(names), dtype)
 
     def predict(batches):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 - below, as objects that Spark looks at
         return predictor(batches if len(names) > 1 else ((one,) for one in batches))
 
-    given = pd.Series if len(names) == 1 else tuple[pd.Series, ...]
-    predict.__annotations__ = {"batches": Iterator[given], "return": Iterator[pd.DataFrame]}  # type: ignore[valid-type]
+    input_type = pd.Series if len(names) == 1 else tuple[pd.Series, ...]
+    predict.__annotations__ = {"batches": Iterator[input_type], "return": Iterator[pd.DataFrame]}  # type: ignore[valid-type]
     return pandas_udf(predict, SCHEMA)  # type: ignore[no-any-return]
 
 

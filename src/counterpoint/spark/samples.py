@@ -294,9 +294,9 @@ def inspect_local(messages: Sequence[ShuffleMessage]) -> list[PartitionInfo]:
         for partition, message in enumerate(messages)
         for line in inspect_partition(partition, [(partition, format_message(message))])
     ]
-    line = parse_partition_infos(lines)
-    check_partitions_match(line, len(messages))
-    return line
+    infos = parse_partition_infos(lines)
+    check_partitions_match(infos, len(messages))
+    return infos
 
 
 def parse_partition_infos(lines: Iterable[tuple[int, str]]) -> list[PartitionInfo]:

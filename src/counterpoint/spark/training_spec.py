@@ -1,4 +1,4 @@
-"""What every task needs of a training, and the model replica that a Python worker caches between tasks.
+"""The specification of a training that each task receives, and the model replica that a Python worker caches.
 
 The closure of a task carries the model's modules with their parameters on the ``meta`` device, the loss, and the
 optimizer's class and options. Weights are sent as bytes; what never changes (buffers and frozen parameters) is
@@ -25,6 +25,9 @@ from counterpoint.spark.failures import serialization_error
 from counterpoint.spark.weight_slices import SliceCodec, SliceOptimizer
 from counterpoint.value_codec import decode_value, encode_value
 
+UnusedParameters: TypeAlias = Literal["error", "zero"]
+"""What a training does about parameters without a gradient."""
+
 
 class BroadcastBytes(Protocol):
     """Bytes that are constant during the run, such as the value of a Spark broadcast."""
@@ -36,7 +39,7 @@ class BroadcastBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalBytes:
-    """The same in this process, without a broadcast."""
+    """Bytes in this process, without a broadcast."""
 
     value: bytes
 
@@ -92,8 +95,7 @@ def check_no_running_stats(model: nn.Module) -> None:
     for path in modules_with_running_stats(model):
         raise PlanError(
             f"{path} keeps running statistics, but Spark may run a task again, so its forward must not change the "
-            "model; "
-            "use track_running_stats=False, or a GroupNorm"
+            "model; use track_running_stats=False, or a GroupNorm"
         )
 
 
@@ -171,6 +173,3 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer by the first of its names."""
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-UnusedParameters: TypeAlias = Literal["error", "zero"]

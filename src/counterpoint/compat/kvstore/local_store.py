@@ -90,8 +90,7 @@ class LocalKVStore:
         if not self._store_type.is_device:
             raise PlanError(
                 f"set_gradient_compression of a {self._store_type.name} store: nothing is sent in this store; use "
-                "create('device') or "
-                "create('dist_sync')"
+                "create('device') or create('dist_sync')"
             )
         self._compressor = GradientCompressor(codec)
 

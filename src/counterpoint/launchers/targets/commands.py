@@ -44,8 +44,8 @@ def render_torchrun(spec: LaunchSpec) -> LaunchArtifacts:
     first = (f"--master-addr={spec.host_names[0]}", f"--master-port={spec.port}")
     return LaunchArtifacts(
         per_host_commands=tuple(
-            (host, (*prefix, *torchrun, f"--nnodes={spec.num_hosts}", f"--node-rank={at}", *first, *shape, *script))
-            for at, host in enumerate(spec.host_names)
+            (host, (*prefix, *torchrun, f"--nnodes={spec.num_hosts}", f"--node-rank={index}", *first, *shape, *script))
+            for index, host in enumerate(spec.host_names)
         ),
         note="torchrun starts the ranks of its own host only",
     )
@@ -87,7 +87,7 @@ def require_key_between_hosts(spec: LaunchSpec, name: str) -> None:
     """
     if spec.num_hosts > 1 and spec.key_file is None and spec.transport != "mpi":
         raise LaunchError(
-            f"{name} is to start ranks on {spec.num_hosts} hosts, which meet over TCP, and there is no job key: make "
+            f"{name} is to start ranks on {spec.num_hosts} hosts over TCP, and there is no job key: make "
             "one with `counterpoint key job.key`, copy it to every host, and give --key-file job.key"
         )
 
@@ -112,16 +112,16 @@ def render_slurm(spec: LaunchSpec) -> LaunchArtifacts:
 
 def batch_script(spec: LaunchSpec) -> str:
     """Return the text of the batch script."""
-    needs, name = spec.resources, spec.name
+    resources, name = spec.resources, spec.name
     options = {
         "job-name": name,
         "nodes": spec.num_hosts,
         "ntasks-per-node": spec.ranks_per_host,
-        "cpus-per-task": needs.cpus_per_rank,
-        "gpus-per-node": spec.ranks_per_host * needs.gpus_per_rank,
-        "mem": f"{needs.memory_gib}G" if needs.memory_gib else "",
-        "time": needs.minutes,
-        "signal": f"TERM@{needs.grace_s}" if needs.minutes and needs.grace_s else "",
+        "cpus-per-task": resources.cpus_per_rank,
+        "gpus-per-node": spec.ranks_per_host * resources.gpus_per_rank,
+        "mem": f"{resources.memory_gib}G" if resources.memory_gib else "",
+        "time": resources.minutes,
+        "signal": f"TERM@{resources.grace_s}" if resources.minutes and resources.grace_s else "",
         "nodelist": ",".join(spec.host_names),
         "output": f"{name}-%j.out",
     }
@@ -129,14 +129,14 @@ def batch_script(spec: LaunchSpec) -> str:
     lines += ["#SBATCH --requeue" if spec.max_restarts else "#SBATCH --no-requeue", "set -euo pipefail", ""]
     variables = {**spec.env_variables(), **spec.master_variables()}
     lines += [f"export {variable}={shlex.quote(value)}" for variable, value in variables.items()]
-    ranks = ["srun", "--kill-on-bad-exit=1", f"--cpus-per-task={needs.cpus_per_rank}", *rank_command(spec)]
+    srun = ["srun", "--kill-on-bad-exit=1", f"--cpus-per-task={resources.cpus_per_rank}", *rank_command(spec)]
     if not spec.max_restarts:
-        return "\n".join([*lines, f"exec {shlex.join(ranks)}", ""])
-    again = [
+        return "\n".join([*lines, f"exec {shlex.join(srun)}", ""])
+    retries = [
         f"for start in $(seq 0 {spec.max_restarts}); do",
-        f"  {shlex.join(ranks)} && exit 0",
+        f"  {shlex.join(srun)} && exit 0",
         EXIT_IF_STOPPED,
         "done",
         "exit 1",
     ]
-    return "\n".join([*lines, *again, ""])
+    return "\n".join([*lines, *retries, ""])

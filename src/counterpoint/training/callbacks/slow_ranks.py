@@ -13,6 +13,7 @@ from statistics import median
 from counterpoint.training.callbacks.callback import SlowRank
 
 WINDOW = 10
+"""Number of the last steps by which a rank is judged."""
 SLOW_STEPS, FAST_STEPS = 8, 2
 """Of the last ``WINDOW`` steps, so many have to be slow for a rank to be, and so few for it to be no longer."""
 WORSE = 2.0
