@@ -82,7 +82,7 @@ class _RankMemory:
         self.copied_during_backward = set(_copied_during_backward(instructions))
         num_weight_versions = weight_versions_needed(instructions)
         self.weights = _Held("weight", num_weight_versions)
-        self.gathered = _Held("gathered_weight", num_weight_versions)  # in addition to the shard, which is always there
+        self.gathered = _Held("gathered_weight", num_weight_versions)  # beside the shard that is always there
         self.grads, self.grad_shards, self.delayed_grads = _Held("grad"), _Held("grad"), _Held("grad")
         self.residuals = _Held("grad", 2)
         self.optimizer_states = _Held("state")
@@ -151,8 +151,8 @@ def peak_memory_bytes(program: Program, size_of: SizeFn) -> tuple[int, ...]:
     first backward, or its arrival on a server, to its update or departure, as a shard once it has been reduce-scattered
     and freed; a delayed gradient is a second one. An asynchronous server holds one gradient at a time. Parameters exist
     in as many versions as the rank program reads; an optimizer keeps states of the parameters that its rank updates.
-    Weights that are freed after use exist next to the shard of them. Casts of weights live from the forward of each
-    microbatch to its backward, as activations do, and the gradients of casts exist twice while they are copied to
+    Weights that are freed after use are gathered beside the shard of them. Casts of weights live from the forward of
+    each microbatch to its backward, as activations do, and the gradients of casts exist twice while they are copied to
     the flat gradient that is communicated. A compression codec with error feedback keeps two residuals, the present one
     and the one of the next step, and buffers for what it sends and gathers. States that are offloaded take the memory
     of their buffers, until they are written again. A shard of weights that is offloaded is in memory from its fetch to

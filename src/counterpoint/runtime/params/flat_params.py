@@ -50,118 +50,6 @@ def allocate_flat(num_elements: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(num_elements, dtype=dtype)
 
 
-class ErrorFeedback:
-    """State of one codec between steps, for one unit's flat parameters and one group."""
-
-    def __init__(self) -> None:
-        self.residual: Tensor | None = None
-        self.q_factors: dict[str, Tensor] = {}  # by parameter: the factor that powersgd starts the next step with
-        self._initial_q_factors: dict[str, Tensor] = {}
-        self._gather_buffer: Tensor | None = None
-        self._next_residual: Tensor | None = None
-        self._next_q_factors: dict[str, Tensor] = {}
-        self._is_pending = False
-
-    def add_residual(self, grad: Tensor, rows: SparseGrads) -> Tensor:
-        """Return gradient plus residual; the caller subtracts what it sends, and the rest is the next residual."""
-        self._is_pending, self._next_q_factors = True, {}
-        if self._next_residual is None:
-            self._next_residual = torch.empty_like(grad)
-        if self.residual is None:
-            self._next_residual.copy_(grad)
-        else:
-            torch.add(grad, self.residual, out=self._next_residual)
-        for slot in rows.slots.values():
-            self._next_residual[slot.start : slot.stop].zero_()
-        return self._next_residual
-
-    def set_next_q_factor(self, name: str, q_factor: Tensor) -> None:
-        """Set the factor of a parameter that the next step starts with."""
-        self._next_q_factors[name] = q_factor
-
-    def get_initial_q_factor(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the factor of a parameter that the first step starts with, made once."""
-        if name not in self._initial_q_factors:
-            self._initial_q_factors[name] = make()
-        return self._initial_q_factors[name]
-
-    def restore(self, residual: Tensor, q_factors: dict[str, Tensor]) -> None:
-        """Replace the state by that of a checkpoint."""
-        self.residual, self.q_factors = residual, q_factors
-
-    def get_gather_buffer(self, allocate: Callable[[], Tensor]) -> Tensor:
-        """Return the buffer of an all-gather, allocated in the first step."""
-        if self._gather_buffer is None:
-            self._gather_buffer = allocate()
-        return self._gather_buffer
-
-    def commit(self, *, applied: bool) -> None:
-        """Make the next residual current if the step is applied; else keep the old one."""
-        if self._is_pending and applied:
-            self.residual, self._next_residual = self._next_residual, self.residual
-            self.q_factors.update(self._next_q_factors)
-        self._is_pending = False
-
-
-class MasterStore(Protocol):
-    """Has master weights between updates, by the tensor that an optimizer updates in place of them."""
-
-    def read_master(self, target: Tensor) -> Tensor:
-        """Return the values of a target; valid until the next call."""
-        ...
-
-    def write_master(self, target: Tensor, start: int, values: Tensor) -> None:
-        """Write flat values to a target, from an element on."""
-        ...
-
-
-class OffloadedMasters:
-    """Master weights of one unit and dtype that are elsewhere between updates, with the optimizer state.
-
-    Args:
-        offloaded: the rank's offloaded state.
-        targets: what an optimizer updates: first element, one past the last, and the tensor.
-        dtype: of the master weights.
-    """
-
-    def __init__(self, offloaded: MasterStore, targets: Sequence[tuple[int, int, Tensor]], dtype: torch.dtype) -> None:
-        self.offloaded, self.targets, self.dtype = offloaded, targets, dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return a copy of a range."""
-        values = torch.empty(stop - start, dtype=self.dtype)
-        for low, high, target in self._targets_in(start, stop):
-            own = self.offloaded.read_master(target).view(-1)
-            first, last = max(low, start), min(high, stop)
-            values[first - start : last - start].copy_(own[first - low : last - low])
-        return values
-
-    def write(self, start: int, values: Tensor) -> None:
-        """Write values from an element on."""
-        values, stop = values.detach().cpu(), start + values.numel()
-        for low, high, target in self._targets_in(start, stop):
-            first, last = max(low, start), min(high, stop)
-            self.offloaded.write_master(target, first - low, values[first - start : last - start])
-
-    def _targets_in(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        return (one for one in self.targets if one[0] < stop and start < one[1])
-
-
-class ReadParam(torch.autograd.Function):
-    """A parameter in the dtype in which it was gathered: a cast whose result exists already."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Tensor, values: Tensor) -> Tensor:  # noqa: ANN401 - torch's context
-        """Return the values, which the caller may free and gather again between forward and backward."""
-        ctx.dtype = param.dtype
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - as above
-        """Return the gradient in the parameter's dtype."""
-        return grad.to(ctx.dtype), None
-
-
 class FlatParams:
     """The parameters of one unit and dtype, contiguous in one buffer.
 
@@ -388,3 +276,115 @@ class FlatParams:
     def error_feedback_for(self, group: Group) -> ErrorFeedback:
         """Return the error feedback of compressed reductions over a group."""
         return self.error_feedbacks.setdefault(group, ErrorFeedback())
+
+
+class ReadParam(torch.autograd.Function):
+    """A parameter in the dtype in which it was gathered: a cast whose result exists already."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, values: Tensor) -> Tensor:  # noqa: ANN401 - torch's context
+        """Return the values, which the caller may free and gather again between forward and backward."""
+        ctx.dtype = param.dtype
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - as above
+        """Return the gradient in the parameter's dtype."""
+        return grad.to(ctx.dtype), None
+
+
+class ErrorFeedback:
+    """State of one codec between steps, for one unit's flat parameters and one group."""
+
+    def __init__(self) -> None:
+        self.residual: Tensor | None = None
+        self.q_factors: dict[str, Tensor] = {}  # by parameter: the factor that powersgd starts the next step with
+        self._initial_q_factors: dict[str, Tensor] = {}
+        self._gather_buffer: Tensor | None = None
+        self._next_residual: Tensor | None = None
+        self._next_q_factors: dict[str, Tensor] = {}
+        self._is_pending = False
+
+    def add_residual(self, grad: Tensor, rows: SparseGrads) -> Tensor:
+        """Return gradient plus residual; the caller subtracts what it sends, and the rest is the next residual."""
+        self._is_pending, self._next_q_factors = True, {}
+        if self._next_residual is None:
+            self._next_residual = torch.empty_like(grad)
+        if self.residual is None:
+            self._next_residual.copy_(grad)
+        else:
+            torch.add(grad, self.residual, out=self._next_residual)
+        for slot in rows.slots.values():
+            self._next_residual[slot.start : slot.stop].zero_()
+        return self._next_residual
+
+    def set_next_q_factor(self, name: str, q_factor: Tensor) -> None:
+        """Set the factor of a parameter that the next step starts with."""
+        self._next_q_factors[name] = q_factor
+
+    def get_initial_q_factor(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return the factor of a parameter that the first step starts with, made once."""
+        if name not in self._initial_q_factors:
+            self._initial_q_factors[name] = make()
+        return self._initial_q_factors[name]
+
+    def restore(self, residual: Tensor, q_factors: dict[str, Tensor]) -> None:
+        """Replace the state by that of a checkpoint."""
+        self.residual, self.q_factors = residual, q_factors
+
+    def get_gather_buffer(self, allocate: Callable[[], Tensor]) -> Tensor:
+        """Return the buffer of an all-gather, allocated in the first step."""
+        if self._gather_buffer is None:
+            self._gather_buffer = allocate()
+        return self._gather_buffer
+
+    def commit(self, *, applied: bool) -> None:
+        """Make the next residual current if the step is applied; else keep the old one."""
+        if self._is_pending and applied:
+            self.residual, self._next_residual = self._next_residual, self.residual
+            self.q_factors.update(self._next_q_factors)
+        self._is_pending = False
+
+
+class OffloadedMasters:
+    """Master weights of one unit and dtype that are elsewhere between updates, with the optimizer state.
+
+    Args:
+        offloaded: the rank's offloaded state.
+        targets: what an optimizer updates: first element, one past the last, and the tensor.
+        dtype: of the master weights.
+    """
+
+    def __init__(self, offloaded: MasterStore, targets: Sequence[tuple[int, int, Tensor]], dtype: torch.dtype) -> None:
+        self.offloaded, self.targets, self.dtype = offloaded, targets, dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a copy of a range."""
+        values = torch.empty(stop - start, dtype=self.dtype)
+        for low, high, target in self._targets_in(start, stop):
+            own = self.offloaded.read_master(target).view(-1)
+            first, last = max(low, start), min(high, stop)
+            values[first - start : last - start].copy_(own[first - low : last - low])
+        return values
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Write values from an element on."""
+        values, stop = values.detach().cpu(), start + values.numel()
+        for low, high, target in self._targets_in(start, stop):
+            first, last = max(low, start), min(high, stop)
+            self.offloaded.write_master(target, first - low, values[first - start : last - start])
+
+    def _targets_in(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        return (one for one in self.targets if one[0] < stop and start < one[1])
+
+
+class MasterStore(Protocol):
+    """Has master weights between updates, by the tensor that an optimizer updates in place of them."""
+
+    def read_master(self, target: Tensor) -> Tensor:
+        """Return the values of a target; valid until the next call."""
+        ...
+
+    def write_master(self, target: Tensor, start: int, values: Tensor) -> None:
+        """Write flat values to a target, from an element on."""
+        ...
