@@ -84,15 +84,15 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _compute_dtype(values: Any, *, is_product: bool) -> str:  # noqa: ANN401
     """Return the name of the dtype that an operator computes in: that of its first floating-point tensor."""
     floats = (leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    name = dtype_name(next(floats, torch.float32))
+    name = cluster_dtype(next(floats, torch.float32))
     return "tf32" if is_product and name == "fp32" and torch.get_float32_matmul_precision() != "highest" else name
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def cluster_dtype(dtype: torch.dtype) -> str:
     """Return the name of a floating-point dtype in :data:`counterpoint.world.cluster.DTYPES`.
 
     Example:
-        >>> dtype_name(torch.bfloat16), dtype_name(torch.float8_e4m3fn)
+        >>> cluster_dtype(torch.bfloat16), cluster_dtype(torch.float8_e4m3fn)
         ('bf16', 'fp8')
     """
     return {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(

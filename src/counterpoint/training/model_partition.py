@@ -18,7 +18,7 @@ from counterpoint.model.model_profile import ModelProfile, format_profile
 from counterpoint.model.precision import Precision, parse_precision
 from counterpoint.model.spec import ADAM_STATES, ModelSpec
 from counterpoint.partitioning.dry_run import Inputs
-from counterpoint.partitioning.flop_counter import dtype_name
+from counterpoint.partitioning.flop_counter import cluster_dtype
 from counterpoint.partitioning.module_casts import find_cast_reads, find_casts
 from counterpoint.partitioning.partition import PartitionGranularity, partition_model
 from counterpoint.partitioning.partitioned_model import PartitionedModel, as_call_args
@@ -102,7 +102,7 @@ def find_compute_dtype(model: nn.Module, precision: Precision | None) -> str:
     counts = Counter[torch.dtype]()
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel() * parameter.is_floating_point()
-    name = dtype_name(max(counts, key=counts.__getitem__, default=torch.float32))
+    name = cluster_dtype(max(counts, key=counts.__getitem__, default=torch.float32))
     return "tf32" if name == "fp32" and torch.get_float32_matmul_precision() != "highest" else name
 
 
