@@ -689,7 +689,7 @@ class LocalRanks:
         if not self.released_params.versions and (own := self.own_micros(batch)):
             with without_stale_reads(), self.accelerator.as_current(), run_eagerly(self.model):
                 self.compiler.require_sample_independence(
-                    self.plan, self.accelerator.to_device(clone_tensors(batch.inputs(own[0])))
+                    self.plan, self.accelerator.to_device(copy_tensors(batch.inputs(own[0])))
                 )
 
     def example_micro(self, batch: MicrobatchSource) -> int:
