@@ -16,7 +16,7 @@ SAMPLES, LENGTH = 8, 8
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PLANS = [
     ("solo", 4), ("data(2)", None), ("data(4)", None), ("zero3(2)", None), ("pipeline(2)", 4),
-    ("pipeline(2) * data(2)", 2), ("server(2, consistency=bsp)", None),
+    ("pipeline(2) * data(2)", 2), ("tensor(2)", None), ("server(2, consistency=bsp)", None),
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import logging
 import re
 from functools import partial
 from itertools import islice, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -282,6 +283,15 @@ class Logging(nn.Linear):
         return super().forward(x)
 
 
+LOGGER = logging.getLogger("model")
+
+
+class WarningLinear(nn.Linear):
+    def forward(self, x):
+        LOGGER.warning("forward")
+        return super().forward(x)
+
+
 class OwnLoss(nn.Linear):
     def forward(self, x):
         output = super().forward(x)
@@ -318,6 +328,19 @@ def normalized():
 def test_what_cannot_be_compiled_is_refused(make, plan, options, text):
     with pytest.raises(cp.PlanError, match=re.escape(text)):
         run_steps(make_seeded(make), plan, **{"compile": COUNTED, "cross_sample": "accept", **options})
+
+
+def test_messages_of_a_library_can_be_left_out_of_graphs():
+    """The line is one of transformers, say, which users cannot change."""
+    remedy = "torch._dynamo.config.ignore_logger_methods.add(logging.Logger.warning), or drop compile="
+    with pytest.raises(cp.PlanError, match=re.escape(remedy)):
+        run_steps(make_seeded(partial(WarningLinear, 8, 4)), "solo", compile=COUNTED)
+    ignored: Any = torch._dynamo.config.ignore_logger_methods
+    ignored.add(logging.Logger.warning)
+    try:
+        assert run_steps(make_seeded(partial(WarningLinear, 8, 4)), "solo", compile=COUNTED)
+    finally:
+        ignored.discard(logging.Logger.warning)
 
 
 class Recurrent(nn.Module):

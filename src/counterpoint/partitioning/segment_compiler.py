@@ -6,6 +6,7 @@ in a graph: an uneven last batch has a graph of its own.
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -102,14 +103,24 @@ class SegmentCompiler:
         """Return why a function is not one graph, and the line of the model because of which it is not."""
         frame = find_user_frame(getattr(error, "real_stack", None) or ())
         place = "" if frame is None else f", at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        logged = LOGGER_CALL.search(str(error))
+        without_message = (
+            "leave the message out of graphs by "
+            f"torch._dynamo.config.ignore_logger_methods.add(logging.Logger.{logged[1]}), "
+            if logged
+            else ""
+        )
         return (
             f"compile={self.compilation} cannot compile {self.model_name} as one graph: {first_line(error)}{place}; "
-            "change this line so that torch.compile can trace it, or drop compile="
+            f"change this line so that torch.compile can trace it, {without_message}or drop compile="
         )
 
 
 LSTM_FAILURES = ("mkldnn_rnn_layer", "expected all tensors_saved_with_vc_check to be Tensors")
 """Texts of inductor and of AOTAutograd where the backward of an LSTM of oneDNN would be in a graph."""
+
+LOGGER_CALL = re.compile(r"context: method: <.*>\.(\w+), args")
+"""How torch names the method of a logger that a graph would call."""
 
 SIDE_EFFECT = "HOP: Non-nullified side effect"
 """Torch's text where draws are counted inside of ``torch.utils.checkpoint``, which it allows on request only."""
