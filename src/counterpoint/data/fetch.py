@@ -106,13 +106,13 @@ def fetch_batch(
         >>> fetch_batch([{"x": 1.0, "labels": 2}, {"x": 3.0, "labels": 4}], np.array([1, 0]))
         {'x': tensor([3., 1.]), 'labels': tensor([4, 2])}
     """
+    if collate_fn is None and (isinstance(dataset, TensorDataset) or hasattr(dataset, "fetch")):
+        return fetch(dataset, indices, before_read=before_read)
     wanted: list[int] = indices.tolist()
     if collate_fn is not None:
         if before_read is not None and supports_batch_fetch(dataset):
             before_read(wanted[0])
         return collate_fn(list(_items(dataset, wanted, before_read)))
-    if isinstance(dataset, TensorDataset) or hasattr(dataset, "fetch"):
-        return fetch(dataset, indices, before_read=before_read)
     if before_read is not None and supports_batch_fetch(dataset):
         before_read(wanted[0])
     return stack_samples(_items(dataset, wanted, before_read), wanted)
