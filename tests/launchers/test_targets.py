@@ -135,7 +135,11 @@ REFUSED = [
         replace(PLAIN, num_hosts=2),
         "Slurm is to start ranks on 2 hosts over TCP, and there is no job key: .* give --key-file job.key",
     ),
-    ("mpi", replace(PLAIN, num_hosts=2, host_names=("a", "b")), "mpirun is to start ranks on 2 hosts over TCP, and there is no job key: "),
+    (
+        "mpi",
+        replace(PLAIN, num_hosts=2, host_names=("a", "b")),
+        "mpirun is to start ranks on 2 hosts over TCP, and there is no job key: ",
+    ),
     ("ray", replace(PLAIN, host_names=("a",)), "Ray chooses the hosts"),
     ("kubernetes", PLAIN, "a pod needs an image that has this package and the script"),
     ("kubeflow", replace(POD, host_names=("a",)), "Kubernetes chooses the hosts itself, and a are named"),

@@ -120,3 +120,19 @@ def test_a_profile_says_where_its_times_come_from():
 def test_a_precision_is_not_measured():
     with pytest.raises(PlanError, match="profiles are measured in the model's own dtypes; omit it, or give roofline_"):
         cp.profile(nn.Linear(2, 2), torch.ones(4, 2), precision=parse_precision("bf16"))
+
+
+class Selecting(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[x.sum(1).nonzero().flatten()]
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(x.sum())
+
+
+@pytest.mark.parametrize(("kind", "operator"), [(Selecting, "aten.nonzero"), (Branching, "aten._local_scalar_dense")])
+def test_a_model_that_depends_on_values_has_no_roofline(kind, operator):
+    with pytest.raises(PlanError, match=rf"but {operator}.* depends on values, at .*test_roofline.*; profile without"):
+        linear_profile(CARD, model=kind(IN, OUT))

@@ -487,6 +487,37 @@ def test_gradients_of_a_models_own_loss_that_are_those_of_its_parts_are_a_loops(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+class TokenMean(nn.Module):
+    """Computes the mean over its tokens, which a new model's weights change little, so that it is that of samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        for param in self.parameters():
+            param.data.mul_(1e-8)
+
+    def forward(self, x, labels):
+        hidden = self.table(x)
+        return F.cross_entropy(self.head(hidden * (1 + hidden.detach())).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 3), ("data(2)", 1)])
+def test_a_mean_over_tokens_that_hardly_depends_on_them_is_a_loops(strategy, num_microbatches):
+    tokens = torch.arange(24).view(6, 4) % 5
+    inputs = {"x": tokens, "labels": tokens.where(tokens > torch.arange(6)[:, None] % 3, -100)}
+    models = [TokenMean().double() for _ in range(2)]
+    models[0](**inputs).backward()
+    optim.SGD(models[0].parameters(), lr=0.1).step()
+    optimizer = optim.SGD(models[1].parameters(), lr=0.1)
+    with cp.parallelize(
+        models[1], optimizer, lambda loss, _: loss, strategy=strategy, num_microbatches=num_microbatches
+    ) as step:
+        step(inputs, tokens)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("kind", "shape"), [(Masked, (6, 6)), (KeysMasked, (6,))])
 def test_a_mask_as_long_as_the_batch_is_refused_unless_it_is_named(kind, shape):
     """A microbatch of one sample had one row of it, which is broadcast."""

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from traceback import extract_tb
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import (
     NO_TIME,
     BatchSizeProfile,
@@ -34,6 +36,7 @@ from counterpoint.model.precision import Precision
 from counterpoint.partitioning.flop_counter import FlopCounter, OpCost
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.partitioning.seed_hooks import no_seed
+from counterpoint.partitioning.segment_compiler import find_user_frame
 from counterpoint.profiler.profile_target import ProfileTarget, storage_sizes
 from counterpoint.runtime.loss.loss_reduction import compute_plain_loss
 from counterpoint.simulator.cost_model import ADAM_PASSES
@@ -219,7 +222,16 @@ class FakeTensorModel:
 
 
 def _estimate_batch_size(fake_model: FakeTensorModel) -> BatchSizeProfile:
-    layers = tuple(fake_model.run_layer(index) for index in range(len(fake_model.target.spec.layers)))
+    try:
+        layers = tuple(fake_model.run_layer(index) for index in range(len(fake_model.target.spec.layers)))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        frame = find_user_frame(extract_tb(error.__traceback__))
+        place = "" if frame is None else f", at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        raise PlanError(
+            f"the roofline of {type(fake_model.target.model).__name__} is computed from shapes, but {error.func} "
+            f"depends on values{place}; profile without roofline_device= (--roofline), which measures the model on "
+            "this machine"
+        ) from error
     total = NO_TIME
     for layer in layers:
         total = total.add(layer)

@@ -565,13 +565,20 @@ def _compare_scalar_gradients(
     """
     batch_size = max(num_samples(inputs), 2)
     middle = batch_size // 2
-    bounds = ((0, batch_size), (0, middle), (middle, batch_size))
+    bounds, share = ((0, batch_size), (0, middle), (middle, batch_size)), middle / batch_size
     is_proportional = True
 
     def differentiate(number: Tensor, start: float) -> list[Tensor | None]:
         """Return the gradients if backward starts from a factor."""
         factor = torch.full_like(number, start)
         return list(torch.autograd.grad(number, [*params.values()], factor, retain_graph=True, allow_unused=True))
+
+    def compare(gradients: Sequence[Tensor | None], halves: Sequence[Tensor], *shares: float) -> tuple[str, float]:
+        """Return the parameter whose gradient differs most from what those of halves add up to, and by how much."""
+        parts = [differentiate(half, share) for half, share in zip(halves, shares, strict=True)]
+        sums = [None if one is None or two is None else one + two for one, two in zip(*parts, strict=True)]
+        errors = gradient_errors(gradients, sums, detector.eps)
+        return max(zip(params, errors, strict=True), key=lambda pair: pair[1])
 
     runs = [_run_model(model, _resize_batch(inputs, *ends, cuts_lists=True)) for ends in bounds]
     for whole, *halves in zip(*runs, strict=True):
@@ -581,17 +588,32 @@ def _compare_scalar_gradients(
         if not detector.names:
             continue
         gradients = differentiate(whole, 1.0)
-        for shares in ((middle / batch_size, 1 - middle / batch_size), (1.0, 1.0)):
-            expected = sum(half.item() * share for half, share in zip(halves, shares, strict=True))
+        for shares in ((share, 1 - share), (1.0, 1.0)):
+            expected = sum(half.item() * one for half, one in zip(halves, shares, strict=True))
             if abs(expected - whole.item()) <= detector.eps**0.5 * abs(whole.item()):
-                parts = [differentiate(half, share) for half, share in zip(halves, shares, strict=True)]
-                sums = [None if one is None or two is None else one + two for one, two in zip(*parts, strict=True)]
-                errors = gradient_errors(gradients, sums, detector.eps)
-                largest = max(zip(params, errors, strict=True), key=lambda pair: pair[1])
-                return largest if largest[1] else None, is_proportional
+                largest = compare(gradients, halves, *shares)
+                weight = _find_weight(gradients, [differentiate(half, 1.0) for half in halves])
+                is_other = largest[1] and compare(gradients, halves, weight, 1 - weight)[1]
+                return largest if is_other else None, is_proportional
         doubled = [None if one is None else one / 2 for one in differentiate(whole, 2.0)]
         is_proportional = is_proportional and not any(gradient_errors(gradients, doubled, detector.eps))
     return None, is_proportional
+
+
+def _find_weight(whole: Sequence[Tensor | None], halves: Sequence[Sequence[Tensor | None]]) -> float:
+    """Return the weight of the first half, with which the gradients for all samples are the mean of those of halves.
+
+    A number may be a mean over tokens, say. That of a new model hardly depends on which samples weigh more, so that it
+    may be what a mean over samples is, too.
+    """
+    found = [
+        (own.double(), one.double(), two.double())
+        for own, one, two in zip(whole, *halves, strict=True)
+        if own is not None and one is not None and two is not None
+    ]
+    between = sum(float(((one - two) ** 2).sum()) for _, one, two in found)
+    along = sum(float(((own - two) * (one - two)).sum()) for own, one, two in found)
+    return min(max(along / between, 0.0), 1.0) if between else 0.5
 
 
 def _make_factors(output: Tensor, start: int) -> Tensor:
