@@ -1,6 +1,7 @@
 """What a script shards with FSDP2's ``fully_shard`` becomes a plan with the same results, or is refused."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -241,3 +242,9 @@ def test_the_number_of_ranks_has_to_be_known_and_that_of_the_mesh():
         plan_arguments(sharded(mesh=mesh(2, 2)), num_ranks=2)
     with pytest.raises(PlanError, match="give num_ranks= to plan_arguments"):
         plan_arguments(sharded())
+
+
+def test_a_module_is_no_list_of_modules_to_prefetch():
+    model, other = prefetching({}), cast("Any", fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(PlanError, match="got a Linear; give a list of modules"):
+        set_modules_to_forward_prefetch(model.layers[0], other)

@@ -1,5 +1,6 @@
 """Losses of what a forward hook keeps, and writes through .data: exact where the model itself runs, else refused."""
 
+import queue
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 
 import counterpoint as cp
 from counterpoint.errors import PlanError
+from counterpoint.partitioning.hook_state import preserve_stores
 from tests.training.trainers import build_seeded, dataset, max_difference, params_of
 
 X, Y = dataset(12).tensors
@@ -194,3 +196,17 @@ def test_a_write_through_data_is_exact_in_a_whole_model_and_refused_in_a_trace(h
         pytest.raises(PlanError, match=r"tracing the model stopped in .* writes to a tensor through .data, .*copy_"),
     ):
         step(X, Y)
+
+
+def test_what_threads_share_is_not_restored():
+    """A thread that has taken values of a queue would find them again, and count them as done twice."""
+    values: queue.Queue[int] = queue.Queue()
+    kept: list[int] = []
+
+    def hook(*_):
+        values.put(1)
+        kept.append(1)
+
+    with preserve_stores(hook):
+        hook()
+    assert (values.qsize(), kept) == (1, [])

@@ -110,6 +110,18 @@ def test_a_mean_by_a_mask_is_refused_with_numbers(plan, num_microbatches):
         train(build(LanguageModel, "mask"), own, token_batches(), plan, num_microbatches)
 
 
+@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
+def test_a_mean_by_a_mask_of_a_model_whose_head_is_zero_is_refused(plan, num_microbatches):
+    """All tokens have one loss in the first step, so that values alone would be those of a mean over samples."""
+    model = build(LanguageModel, "mask")
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(DataError, match=r"computes from its samples with weights changed for this check is .* tokens"):
+        train(model, own, token_batches(), plan, num_microbatches)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 class OtherInTraining(nn.Module):
     """Returns a loss in training, and outputs for samples in evaluation, as models of detection do."""
 
@@ -207,6 +219,30 @@ def test_a_mean_by_a_mask_is_refused_in_bf16_too():
         pytest.raises(DataError, match="the loss that LanguageModel computes from its samples is"),
     ):
         step(batch, zeros)
+
+
+class CastingInputs(nn.Module):
+    """Runs under its casts only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        each = self.layer(x.bfloat16()).square().mean(1) * mask
+        return {"loss": each.sum() / mask.sum()}
+
+
+def test_a_model_that_runs_with_its_casts_only_is_checked_with_them():
+    x, mask = torch.arange(1.0, SAMPLES + 1)[:, None].expand(SAMPLES, 4), torch.ones(SAMPLES)
+    mask[SAMPLES // 2 : -1] = 0
+    model = CastingInputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        cp.parallelize(model, optimizer, own, strategy="data(2)", precision="bf16") as step,
+        pytest.raises(DataError, match="the loss that CastingInputs computes from its samples is"),
+    ):
+        step({"x": x, "mask": mask}, mask)
 
 
 def test_a_later_batch_is_not_checked_without_all_weights():

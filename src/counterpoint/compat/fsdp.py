@@ -234,13 +234,15 @@ def plan_arguments(model: nn.Module, *, num_ranks: int | None = None) -> dict[st
     return arguments if first.precision is None else {**arguments, "precision": str(first.precision)}
 
 
-def _note_prefetch(direction: Direction, module: nn.Module, modules: Sequence[nn.Module]) -> None:
+def _note_prefetch(direction: Direction, module: nn.Module, modules: Any) -> None:  # noqa: ANN401 - whatever is given
     """Note the modules that one lists.
 
     Raises:
         PlanError: there are none, or ``fully_shard`` was not called on one of them.
     """
     name = f"set_modules_to_{direction}_prefetch()"
+    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+        raise PlanError(f"{name} got a {type(modules).__name__}; give a list of modules")
     if not modules:
         raise PlanError(f"{name} got no modules; list those to gather early, or do not call it")
     for one in (module, *modules):

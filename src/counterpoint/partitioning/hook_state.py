@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from queue import Queue, SimpleQueue
+from threading import Condition, Event, Lock, RLock, Thread
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -37,7 +40,7 @@ def _is_own(hook: Any) -> bool:  # noqa: ANN401 - a function, a method, or an ob
 @contextmanager
 def preserve_stores(hook: Callable[..., object]) -> Iterator[None]:
     """Restore the closure, collections and attributes that a hook can write to afterwards."""
-    before = [(store, read_store(store)) for store in find_stores(hook)]
+    before = [(store, read_store(store)) for store in find_stores(hook, with_shared=False)]
     try:
         yield
     finally:
@@ -45,24 +48,34 @@ def preserve_stores(hook: Callable[..., object]) -> Iterator[None]:
             write_store(store, values)
 
 
-def find_stores(hook: Callable[..., object]) -> Iterator[Any]:
-    """Yield what a hook can write to: cells of its closure, nested collections, and objects with attributes."""
+def find_stores(hook: Callable[..., object], *, with_shared: bool = True) -> Iterator[Any]:
+    """Yield what a hook can write to: cells of its closure, nested collections, and objects with attributes.
+
+    Args:
+        hook: the function, or what else is called.
+        with_shared: whether objects are among them that threads share, such as a ``queue.Queue``.
+    """
+    as_store = partial(_as_store, with_shared=with_shared)
     if isinstance(hook, partial):
         for value in (*hook.args, *hook.keywords.values()):
-            yield from _as_store(value)
-        yield from find_stores(hook.func)
+            yield from as_store(value)
+        yield from find_stores(hook.func, with_shared=with_shared)
     elif isinstance(hook, MethodType):
-        yield from _as_store(hook.__self__)
+        yield from as_store(hook.__self__)
     elif isinstance(hook, FunctionType):
         for cell in hook.__closure__ or ():
             yield cell
-            yield from _as_store(read_store(cell))
+            yield from as_store(read_store(cell))
         for name in hook.__code__.co_names:
-            yield from _as_store(hook.__globals__.get(name))
+            yield from as_store(hook.__globals__.get(name))
         for value in hook.__defaults__ or ():
-            yield from _as_store(value)
+            yield from as_store(value)
     else:
-        yield from _as_store(hook)
+        yield from as_store(hook)
+
+
+SHARED = (type(Lock()), type(RLock()), Condition, Event, Thread, Executor, SimpleQueue, Queue)
+"""What an object has that threads share: they may be about to change it while a model is inspected."""
 
 
 COLLECTIONS = (list, dict, set, deque)
@@ -70,18 +83,20 @@ MAX_DEPTH = 3
 """Of collections in collections, such as the lists of a dict by layer that is an attribute."""
 
 
-def _as_store(value: object, depth: int = 0) -> Iterator[Any]:
+def _as_store(value: object, depth: int = 0, *, with_shared: bool = True) -> Iterator[Any]:
     is_object = hasattr(value, "__dict__") and not isinstance(
         value, type | FunctionType | ModuleType | nn.Module | Tensor
     )
     is_collection = isinstance(value, COLLECTIONS)
     if not is_collection and (depth or not is_object):
         return
+    if not (is_collection or with_shared) and any(isinstance(one, SHARED) for one in (value, *vars(value).values())):
+        return
     yield value
     held: Any = value if is_collection else vars(value)
     for part in [*(held.values() if isinstance(held, dict) else held)] if depth < MAX_DEPTH else ():
         if isinstance(part, COLLECTIONS):
-            yield from _as_store(part, depth + 1)
+            yield from _as_store(part, depth + 1, with_shared=with_shared)
 
 
 def read_store(store: Any) -> Any:  # noqa: ANN401 - whatever a hook has

@@ -11,7 +11,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from counterpoint.errors import DataError
 from counterpoint.runtime.kernels.compiled_linear import is_large_linear, linear_operators
 from counterpoint.runtime.kernels.function_mode import TorchFunction
-from counterpoint.runtime.kernels.graph_operators import define_operator
+from counterpoint.runtime.kernels.graph_operators import define_operator, register_once
 from counterpoint.runtime.kernels.weight_grad import LINEAR_FNS
 from counterpoint.runtime.loss.loss_reduction import PARSERS
 from counterpoint.runtime.rng.random_functions import COMPOSITES, IMPLEMENTATIONS
@@ -41,7 +41,7 @@ class DrawOperators(NamedTuple):
     words: TorchFunction
 
 
-@cache
+@register_once
 def draw_operators() -> DrawOperators:
     """Return the operators, which are registered with torch by the first call."""
 

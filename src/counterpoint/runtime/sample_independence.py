@@ -379,7 +379,10 @@ class HostReadDetector(TorchFunctionMode):
 HOST_READS = frozenset(
     {
         Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy,
-        torch.equal, Tensor.equal, torch.nonzero, Tensor.nonzero, torch.unique, Tensor.unique,
+        Tensor.__complex__, Tensor.__contains__, Tensor.__array__, Tensor.__format__, torch.equal, Tensor.equal,
+        torch.allclose, Tensor.allclose, torch.is_nonzero, Tensor.is_nonzero, torch.nonzero, Tensor.nonzero,
+        torch.argwhere, Tensor.argwhere, torch.masked_select, Tensor.masked_select, torch.unique, Tensor.unique,
+        torch.unique_consecutive, Tensor.unique_consecutive,
     }
 )  # fmt: skip
 """Functions that return values of tensors, or sizes that depend on them, to Python."""

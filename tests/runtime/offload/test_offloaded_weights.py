@@ -2,6 +2,9 @@
 
 import os
 import resource
+import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import counterpoint as cp
 from counterpoint.errors import OffloadError, PlanError
 from counterpoint.runtime.offload.chunk_file import BLOCK_BYTES
 from counterpoint.runtime.offload.offloaded_weights import OffloadedWeights, WeightOffloadConfig
+from counterpoint.testing.parity_models import plan_for
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from tests.training.trainers import equal_bits, mlp, params_of
 
@@ -22,6 +26,12 @@ def make_weights(tmp_path):
     weights = OffloadedWeights(WeightOffloadConfig(str(tmp_path), 30.0), 3)
     yield weights
     weights.file.close()
+
+
+def count_deleted_files():
+    """Return how many open files of this process have no name any more."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(" (deleted)" in str(path.readlink()) for path in links if path.is_symlink())
 
 
 def values_of(shard):
@@ -67,6 +77,35 @@ def test_what_a_failed_step_has_read_is_forgotten(weights):
     weights.clear()
     assert not shard.is_resident
     assert values_of(shard).tolist() == [1, 1, 1, 1]
+
+
+def test_a_shard_that_is_still_written_is_read_afterwards(weights, monkeypatch):
+    """As by ``full_weights()`` after the update of a later unit has failed."""
+    shard, may_write, write = weights.add(torch.ones(4)), threading.Event(), os.pwritev
+    shard.start_read()
+    shard.load()
+    shard.shard.data.fill_(2)
+    monkeypatch.setattr(os, "pwritev", lambda *args: may_write.wait(30) and write(*args))
+    shard.start_write()
+    weights.clear()
+    timer = threading.Timer(0.1, may_write.set)
+    timer.start()
+    assert shard.read(0, 4).tolist() == [2, 2, 2, 2]
+    timer.join()
+
+
+@pytest.mark.parametrize("passes", ["offload:params=disk", "offload:state=disk"])
+def test_ranks_that_are_built_again_close_the_files_of_the_ones_before(passes, tmp_path):
+    model = mlp()
+    plan = replace(plan_for("zero(2, level=3)", 12), passes=("overlap", passes))
+    optimizer, x = torch.optim.Adam(model.parameters()), torch.ones(12, 6).double()
+    with cp.parallelize(model, optimizer, lambda y, _: y.mean(), strategy=plan, offload_folder=tmp_path) as step:
+        counts = []
+        for index in range(4):
+            next(model.parameters()).requires_grad_(index % 2 == 0)
+            step(x, x)
+            counts.append(count_deleted_files())
+    assert counts == counts[:1] * 4
 
 
 def test_a_changed_byte_is_an_error_that_later_steps_repeat(weights):

@@ -454,7 +454,8 @@ def _require_offload(values: Mapping[str, Any], path: str, device: object) -> No
             "nvme with nvme_path to have them on disk, or omit offload_param"
         )
     if device not in _OFFLOADS[path]:
-        raise PlanError(f"{path}.device={shorten(repr(device))} is not none, cpu or nvme")
+        known = "none or nvme" if path == "zero_optimization.offload_param" else "none, cpu or nvme"
+        raise PlanError(f"{path}.device={shorten(repr(device))} is not {known}")
     if device == "nvme" and values[f"{path}.nvme_path"] is None:
         raise PlanError(f"{path}.device=nvme needs {path}.nvme_path; give a folder on a local disk")
     if path == "zero_optimization.offload_param" and values["zero_optimization.stage"] != 3:

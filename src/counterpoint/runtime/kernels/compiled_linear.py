@@ -15,7 +15,6 @@ reads; so the write has a result, the gradient of the handle, which is 0::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from counterpoint.errors import DataError
 from counterpoint.runtime.kernels.function_mode import TorchFunction
-from counterpoint.runtime.kernels.graph_operators import define_differentiable, define_operator
+from counterpoint.runtime.kernels.graph_operators import define_differentiable, define_operator, register_once
 from counterpoint.runtime.kernels.small_batch_linear import small_batch_linear
 from counterpoint.runtime.kernels.weight_grad import GradSink, write_weight_grad
 from counterpoint.runtime.params.flat_grads import is_large_matrix
@@ -86,7 +85,7 @@ class LinearOperators(NamedTuple):
     numbers: count[int]
 
 
-@cache
+@register_once
 def linear_operators() -> LinearOperators:
     """Return the operators, which are registered with torch by the first call.
 

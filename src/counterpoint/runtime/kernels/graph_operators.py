@@ -10,13 +10,27 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from threading import RLock
+from typing import Any, TypeVar
 
 import torch
 
+Registered = TypeVar("Registered")
 Library: Any = torch.library.Library  # which has no types
 NAMESPACE = "counterpoint"
+
+
+def register_once(function: Callable[[], Registered]) -> Callable[[], Registered]:
+    """Return a function that registers operators in its first call, also if several threads call it."""
+    lock, cached = RLock(), cache(function)
+
+    @wraps(function)
+    def call() -> Registered:
+        with lock:
+            return cached()
+
+    return call
 
 
 @cache

@@ -164,6 +164,8 @@ class OffloadedShard:
     def open_values(self) -> Tensor:
         """Return the values in a buffer that is written before another shard is opened, or a step reads one."""
         self.weights.open(self)
+        if self.writing is not None:  # of a step that has failed since
+            self.finish()
         if self.buffer is None:
             self.buffer = allocate_aligned(self.span.num_bytes)
             self.file.wait(self.file.start_read(self.span, self.buffer), self.describe("reading"))

@@ -6,13 +6,14 @@ only be computed again by the model, which before the first step is still whole 
 checked where they have values that none before had, such as the first padding; any weights will do.
 
 The model computes in the dtype of its parameters here, also under a precision or an autocast: a loss that was computed
-in bf16 differs from that of its parts by rounding, as much as a wrong one may.
+in bf16 differs from that of its parts by rounding, as much as a wrong one may. A model that does not run so is checked
+as it is trained, up to this rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from counterpoint.errors import DataError
 from counterpoint.partitioning.batch_statistics import uses_batch_statistics
 from counterpoint.partitioning.compiled_modules import run_eagerly
-from counterpoint.partitioning.dry_run import preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import preserve_state, replace_tensors, split_call_args
 from counterpoint.partitioning.module_casts import without_casts
 from counterpoint.partitioning.partitioned_model import as_call_args
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
@@ -119,8 +120,16 @@ class ModelLossCheck:
             )
         elif parts:
             self.has_checked = True
-            with without_stale_reads(), without_casts(self.model):
-                kind = require_model_loss_adds_up(self.model, self.loss, batch, parts, self.plan, is_sum=self.is_sum)
+            require = partial(
+                require_model_loss_adds_up, self.model, self.loss, batch, parts, self.plan, is_sum=self.is_sum
+            )
+            with without_stale_reads():
+                with without_casts(self.model):
+                    kind = require()
+                if (
+                    kind == "unknown"
+                ):  # a model may not run in the dtype of its parameters, as one that casts its inputs
+                    kind = require()
             self.is_watched, self.found_own = kind != "other", kind == "model"
 
 
@@ -176,12 +185,50 @@ def require_model_loss_adds_up(
         if any(module.training for module in model.modules()) and compute(parts[0]) not in found[:1]:
             trained = _compute_all(compute, parts, whole)
         repeated = _compute_repeated(compute, model, parts[0], times) if found or trained else None
-    if trained:
-        _require_sum_of_parts(model, trained, parts, plan, is_sum=is_sum)
+    _require_sum_of_parts(model, trained, parts, plan, is_sum=is_sum)
     if found or trained:
         _require_same_for_number(model, (trained or found)[0], repeated, parts[0].num_samples, plan, is_sum=is_sum)
     own = found or trained
-    return "model" if own and not own[0].is_weighted else "other"
+    if not own or own[0].is_weighted:
+        return "other"
+    mode = preserve_state(model, training=False) if found else training_without_draws(model)
+    changed = _compute_with_other_weights(model, compute, parts, whole, mode)
+    _require_sum_of_parts(model, changed, parts, plan, is_sum=is_sum, weights=" with weights changed for this check")
+    return "model"
+
+
+def _compute_with_other_weights(
+    model: nn.Module,
+    compute: Callable[[Samples], LossOfSamples | None],
+    parts: tuple[Samples, Samples],
+    whole: Samples,
+    mode: AbstractContextManager[object],
+) -> list[LossOfSamples]:
+    """Return what :func:`_compute_all` does with noise on the weights; nothing if the model fails with them.
+
+    With the weights of a new model, whose head is zero, say, all samples have one loss, and a mean over tokens is one
+    over samples.
+    """
+    with suppress(Exception), mode, run_eagerly(model), replace_tensors(model, _other_weights(model)):
+        return _compute_all(compute, parts, whole)
+    return []
+
+
+def _other_weights(model: nn.Module) -> dict[int, Tensor]:
+    """Return weights with noise, by ``id`` of the parameter: of the last ones, and of those that are not too large."""
+    generator, found, num_values = torch.Generator().manual_seed(0), dict[int, Tensor](), 0
+    for param in reversed([*model.parameters()]):
+        if not param.is_floating_point() or num_values + param.numel() > MAX_CHANGED_VALUES:
+            continue
+        num_values += param.numel()
+        values = param.detach().float()
+        noise = torch.randn(values.shape, generator=generator).to(values.device)
+        found[id(param)] = (values + noise * (0.1 + 0.5 * values.square().mean().sqrt())).to(param.dtype)
+    return found
+
+
+MAX_CHANGED_VALUES = 1 << 26
+"""Of weights that are changed for a check, which are copied."""
 
 
 def _compute_all(
@@ -246,20 +293,36 @@ def _require_same_for_number(
 
 
 def _require_sum_of_parts(
-    model: nn.Module, found: Sequence[LossOfSamples], parts: tuple[Samples, Samples], plan: str, *, is_sum: bool
+    model: nn.Module,
+    found: Sequence[LossOfSamples],
+    parts: tuple[Samples, Samples],
+    plan: str,
+    *,
+    is_sum: bool,
+    weights: str = "",
 ) -> None:
     """Check that the losses of two parts add up to that of the whole.
+
+    Args:
+        model: for the error.
+        found: the losses of both parts and of the whole; empty for nothing to check.
+        parts: the samples.
+        plan: as text, for the error.
+        is_sum: whether the loss is a sum over samples.
+        weights: which the model has had, for the error.
 
     Raises:
         DataError: they do not.
     """
+    if not found:
+        return
     first, second, total = found
     counts = (parts[0].num_samples, parts[1].num_samples)
     losses = LossOfParts(total.mean, (first.mean, second.mean), (first.loss_weight, second.loss_weight), counts)
     expected = losses.sum if is_sum else losses.mean
     if abs(losses.total - expected) > RELATIVE_TOLERANCES.get(total.dtype, 0.05) * losses.magnitude:
         raise DataError(
-            f"the loss that {type(model).__name__} computes from its samples is {losses.total:.6g} for "
+            f"the loss that {type(model).__name__} computes from its samples{weights} is {losses.total:.6g} for "
             f"{sum(counts)} samples, but {first.mean:.6g} for the first {counts[0]} and {second.mean:.6g} for "
             f"the other {counts[1]}, of which the {'sum' if is_sum else 'mean'} is {expected:.6g}, so under {plan} "
             "the losses of microbatches do not add up to that of the batch; if it is a mean over tokens, return from "

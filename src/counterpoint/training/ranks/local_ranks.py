@@ -532,7 +532,7 @@ class LocalRanks:
             return replaced
         with stop_others_on_error(self.world):
             changes = self.prepare_step(batch)
-        self.require_divisible(number, batch)
+            self.require_divisible(number, batch)
         for step, own in find_batches(number, batch).items():
             self.copy_ahead(step, own)  # for all ranks, before the first one computes
         variant = self.variant_at(number)
@@ -801,6 +801,8 @@ class LocalRanks:
         self.export_weights()
         self.optimizer_spec.update_groups()
         self.remove_hooks()
+        for rank in self.ranks.values():
+            rank.interpreter.store.close()
         self.ranks, self.eval_models, self.compiled, self.changes = {}, {}, None, None
         inputs, num_samples = batch.inputs(micro), batch.sizes[micro]
         undivided = partial(batch.undivided, micro)
