@@ -230,6 +230,21 @@ def shard_by_hand(*sizes):
         step(inputs[: lengths[rank()]], targets[: lengths[rank()]])
 
 
+class BranchingLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.abs().sum() > 10 else 1)
+
+
+def branch_in_one_half():
+    """Pass a second batch whose second half takes another branch."""
+    torch.manual_seed(0)
+    model, x, y = BranchingLinear(4, 2), torch.full((6, 4), 0.001), torch.ones(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, nn.MSELoss(), strategy="data(2)") as step:
+        step(x, y)
+        step(torch.cat([x[:3], x[3:] * 1000]), y)
+
+
 def pass_own_batches():
     """Train in a custom loop on batches of one size that differ from rank to rank."""
     inputs, targets = dataset().tensors

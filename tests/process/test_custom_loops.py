@@ -44,6 +44,14 @@ def test_ranks_whose_batches_differ_in_content_do_not_train():
     assert first.startswith("DataError: the ranks were given different data: the content of the batch is digest ")
 
 
+def test_a_batch_that_one_rank_refuses_ends_the_others():
+    """They waited for it in the step, and then said that the ranks disagree on a collective."""
+    first, second = run_ranks(ranks.branch_in_one_half)
+    assert second.startswith("PlanError: the output of BranchingLinear for a sample depends on the other samples of")
+    assert first.startswith("PeerError: rank 0 waited ")
+    assert ": stopped because of rank 1: PlanError: the output of" in first
+
+
 @pytest.mark.long
 def test_ranks_that_shard_the_dataset_themselves_do_not_train():
     first, second = run_ranks(ranks.shard_the_dataset)
