@@ -23,7 +23,7 @@ from counterpoint.program.rewrite import map_parts
 
 _COMPUTATIONS = (Forward, Recompute, Backward)
 _PASSED = (Free, Collective, Send, Recv)
-"""What gathers of other weights may start before, beside computations."""
+"""What gathers of other weights may start before, in addition to computations."""
 _BLOCKING_GATHER = ("all_gather", "weight", "")
 
 

@@ -393,14 +393,8 @@ class RunCompiler:
         if compiled.plan.offloading is None or compiled.plan.offloading.activations is None:
             return None
         what = f"the pass offload:activations={compiled.plan.offloading.activations}"
-        if any(param.device.type not in HOST_DEVICES for param in self.trained.parameters()):
-            raise PlanError(
-                f"{what} is for ranks that compute on CPUs, but the model is on a device; drop the pass, or use "
-                "tensor(n) with the pass partition_activations"
-            )
-        if self.options.offload_folder is None:
-            raise PlanError(f"{what} needs a folder for the inputs; give offload_folder=..., on a local disk")
-        return InputOffloadConfig(str(self.options.offload_folder), self.options.timeout_s)
+        folder = self.require_offload_folder(what, "inputs", "tensor(n) with the pass partition_activations")
+        return InputOffloadConfig(folder, self.options.timeout_s)
 
     def find_weight_offload(self, compiled: CompiledPlan) -> WeightOffloadConfig | None:
         """Return how the plan offloads shards of weights; None if they stay in memory.
@@ -411,14 +405,28 @@ class RunCompiler:
         if compiled.plan.offloading is None or compiled.plan.offloading.params is None:
             return None
         what = f"the pass offload:params={compiled.plan.offloading.params}"
+        folder = self.require_offload_folder(what, "weights", "more ranks in zero(n, level=3)")
+        return WeightOffloadConfig(folder, self.options.timeout_s)
+
+    def require_offload_folder(self, what: str, content: str, remedy: str) -> str:
+        """Return the folder for files of ranks that compute on the host.
+
+        Args:
+            what: needs it, for errors.
+            content: of the files.
+            remedy: what to use on a device.
+
+        Raises:
+            PlanError: the folder is missing, or ranks are on a device.
+        """
         if any(param.device.type not in HOST_DEVICES for param in self.trained.parameters()):
             raise PlanError(
-                f"{what} is for ranks that compute on CPUs, but the model is on a device; drop the pass, or use more "
-                "ranks in zero(n, level=3)"
+                f"{what} is for ranks that compute on CPUs, but the model is on a device; drop the pass, or use "
+                f"{remedy}"
             )
         if self.options.offload_folder is None:
-            raise PlanError(f"{what} needs a folder for the weights; give offload_folder=..., on a local disk")
-        return WeightOffloadConfig(str(self.options.offload_folder), self.options.timeout_s)
+            raise PlanError(f"{what} needs a folder for the {content}; give offload_folder=..., on a local disk")
+        return str(self.options.offload_folder)
 
     def check_updates(self, plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:
         """Check that ranks can update as the optimizer and the options ask for; merge no parameters that may differ.
