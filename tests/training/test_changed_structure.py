@@ -8,6 +8,7 @@ from torch.nn.utils import parametrizations, prune
 
 import counterpoint as cp
 from counterpoint.errors import DataError
+from counterpoint.training.between_steps.model_changes import NUM_RECORDS, ParameterGuards
 
 PLANS = ["solo", "data(2)", "zero3(2)", "pipeline(2)", "tensor(2)"]
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(1, -1, 16).view(8, 2)
@@ -167,3 +168,54 @@ def test_a_model_that_is_converted_between_steps_is_refused_and_keeps_its_weight
         step(X, Y)
     for one, other in zip(model.parameters(), trained.parameters(), strict=True):
         assert torch.allclose(one.float(), other, atol=1e-6)
+
+
+def transpose_memory(param):
+    param.data = param.data.t().contiguous().t()
+
+
+PROPERTIES = {
+    "frozen": lambda param: param.requires_grad_(requires_grad=False),
+    "dtype": lambda param: setattr(param, "data", param.data.double()),
+    "shape": lambda param: setattr(param, "data", param.data[:1]),
+    "strides": transpose_memory,
+}
+
+
+@pytest.mark.parametrize("change", PROPERTIES.values(), ids=PROPERTIES.keys())
+def test_guards_hold_until_a_property_changes_and_then_from_the_next_record_on(change):
+    params = [*build_layers().parameters()]
+    guards = ParameterGuards(params)
+    assert not guards.hold()
+    guards.record()
+    assert guards.hold()
+    change(params[2])
+    assert not guards.hold()
+    guards.record()
+    assert guards.hold()
+
+
+def test_guards_do_not_hold_where_torch_cannot_tell_or_after_too_many_records():
+    rows = nn.Parameter(torch.eye(2).to_sparse())
+    guards = ParameterGuards([rows])
+    guards.record()
+    assert not guards.hold()
+    dense = nn.Parameter(torch.eye(2))
+    guards = ParameterGuards([dense, dense])
+    found = []
+    for size in range(NUM_RECORDS + 1):
+        dense.data = torch.eye(size + 3)
+        before = guards.hold()
+        guards.record()
+        found.append((before, guards.hold()))
+    assert found == [(False, True)] * NUM_RECORDS + [(False, False)]
+
+
+def test_a_parameter_that_was_frozen_is_seen_in_every_step():
+    model = build_layers()
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, strategy="solo") as step:
+        for number in range(6):
+            model[0].weight.requires_grad_(number % 2 == 0)
+            before = model[0].weight.detach().clone()
+            step(X, Y)
+            assert torch.equal(model[0].weight, before) is bool(number % 2)

@@ -586,6 +586,8 @@ class Interpreter:
 
     def compare_replicas(self, reports: Sequence[StepReport], group: Group, step: int) -> None:
         """Raise unless replicas hold the same weights."""
+        if not self.replica_checksum.groups:
+            return
         checksums = {rank: member_report.checksum for rank, member_report in zip(group, reports, strict=True)}
         self.replica_checksum.compare(checksums, group, self.fabric, step)
 

@@ -161,15 +161,20 @@ class OptimizerSpec:
         """Whether ranks update with torch's fused kernels although the template does not ask for them."""
         return bool(self._kernel_options)
 
-    def _read_group_structure(self) -> tuple[list[int], list[bool]]:
-        return (
-            [len(group["params"]) for group in self.optimizer.param_groups],
-            [*map(REQUIRES_GRAD_OF, self.params.values())],
-        )
+    def _group_lengths(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
 
-    def find_new_groups(self) -> str:
-        """Return which parameters were frozen, thawed or added to groups since ranks were built; empty for none."""
-        before, now = self._group_structure, self._read_group_structure()
+    def _read_group_structure(self) -> tuple[list[int], list[bool]]:
+        return self._group_lengths(), [*map(REQUIRES_GRAD_OF, self.params.values())]
+
+    def find_new_groups(self, *, is_same_trainable: bool = False) -> str:
+        """Return which parameters were frozen, thawed or added to groups since ranks were built; empty for none.
+
+        Args:
+            is_same_trainable: whether it is known that none was frozen or thawed.
+        """
+        before = self._group_structure
+        now = (self._group_lengths(), before[1]) if is_same_trainable else self._read_group_structure()
         if before == now:
             return ""
         flags = zip(self.params, before[1], now[1], strict=True)

@@ -251,14 +251,16 @@ class FitLoop:
     def num_steps(self) -> int | None:
         """The steps of the whole run; None if only the end of its data will tell."""
         counts = [] if self.config.max_steps is None else [self.config.max_steps]
-        if self.batches.num_batches is not None:
-            counts.append(self.config.num_epochs * self.batches.num_batches + self.num_extra_steps)
+        num_batches = self.batches.num_batches
+        if num_batches is not None:
+            counts.append(self.config.num_epochs * num_batches + self.num_extra_steps)
         return self.first_progress.step + min(counts) if counts else None
 
     @property
     def is_finished(self) -> bool:
         """Whether there is no step left."""
-        is_last_step = self.num_steps is not None and self.progress.step >= self.num_steps
+        num_steps = self.num_steps
+        is_last_step = num_steps is not None and self.progress.step >= num_steps
         return is_last_step or self.progress.cursor.epoch >= self.first_progress.cursor.epoch + self.config.num_epochs
 
     def continue_from(self, done: save_restore.TrainProgress, run_id: str) -> None:
@@ -402,10 +404,10 @@ class FitLoop:
                 raise ahead.error
             assert ahead.batch is not None, "there is no error"
             return ahead.batch
-        cursor = self.progress.cursor
-        return self.batches.batch_at(
-            replace(cursor, batch=cursor.batch + step - self.progress.step), self.local_ranks.global_num_microbatches
-        )
+        cursor, num_later = self.progress.cursor, step - self.progress.step
+        if num_later:
+            cursor = replace(cursor, batch=cursor.batch + num_later)
+        return self.batches.batch_at(cursor, self.local_ranks.global_num_microbatches)
 
     def ahead_reader(self) -> Callable[[], None] | None:
         """Return what reads the next batch and starts to copy it to the device; None on the host."""
@@ -464,9 +466,9 @@ class FitLoop:
         Args:
             num_more: the batches after those in flight that may be read to find the end of an epoch.
         """
-        step, cursor = self.progress.step, self.progress.cursor
+        step, cursor, num_steps = self.progress.step, self.progress.cursor, self.num_steps
         next_times = [step - step % period + period for period in self.periods()]
-        next_times += [] if self.num_steps is None else [self.num_steps]
+        next_times += [] if num_steps is None else [num_steps]
         if self.stop_signal:
             next_times.append(step + len(self.local_ranks.in_flight.batches))
         num_left = self.batches.count_left(cursor, self.local_ranks.in_flight.lookahead + 1 + num_more)

@@ -98,7 +98,7 @@ def test_where_gradients_are_is_kept_until_they_change():
         module.bias.grad = None
     assert has_begun is None
     assert check.collected is not None
-    assert [*check.collected.params] == ["weight"]
+    assert [*check.collected.group.params] == ["weight"]
     assert not check.collected.are_of([*module.parameters()])
 
 

@@ -178,6 +178,7 @@ class SegmentExecutor:
         self.grads: dict[tuple[int, int], Tensor] = {}  # (3), by value and microbatch
         self.saved: dict[tuple[int, int], tuple[list[Tensor], Sequence[Tensor]]] = {}  # leaves (1) and outputs
         self.input_shapes: dict[int, InputShapes] = {}  # of the model's inputs, by microbatch
+        self.sample_ranges: dict[int, tuple[int, int, SampleRange]] = {}  # step, index and samples, by microbatch
         self.outputs: dict[int, MicrobatchOutput] = {}  # of the last block, until they are gathered
         self.output_grads: dict[int, list[Tensor | None]] = {}  # from gathering them to their backward
         self.losses: dict[int, float] = {}
@@ -235,6 +236,7 @@ class SegmentExecutor:
         self.batch = batch
         self.loss_factors = loss_factors
         self.microbatches_per_batch = microbatches_per_batch
+        self.sample_ranges.clear()
         self.grad_sinks = build_grad_sinks(self.store, self.weight_grad_queue)
         if self.compiled_sinks is not None:
             self.compiled_sinks.begin_step(self.store.params.values(), self.grad_sinks.weight_sinks)
@@ -454,13 +456,19 @@ class SegmentExecutor:
 
     def begin_microbatch(self, micro: int) -> None:
         """Let random numbers be for the samples of this microbatch."""
+        if micro not in self.sample_ranges:
+            self.sample_ranges[micro] = *self.step_and_micro(micro), self.find_samples(micro)
+        self.rng.begin_microbatch(*self.sample_ranges[micro])
+
+    def find_samples(self, micro: int) -> SampleRange:
+        """Return which samples of its batch a microbatch has."""
         assert self.batch is not None, "a step has begun"
-        step, index = self.step_and_micro(micro)
+        _, index = self.step_and_micro(micro)
         sizes, first = self.batch.sizes, micro - index
         before = sum(sizes[earlier] for earlier in range(first, micro))
         num_micros = self.microbatches_per_batch or len(sizes)
         batch_size = before + sum(sizes[later] for later in range(micro, first + num_micros))
-        self.rng.begin_microbatch(step, index, SampleRange(before, sizes[micro], batch_size))
+        return SampleRange(before, sizes[micro], batch_size)
 
     def shapes_of(self, micro: int) -> InputShapes:
         """Return the shapes of a microbatch's inputs, which messages bring to ranks that do not read these."""
@@ -677,7 +685,7 @@ class SegmentExecutor:
             self.rng.begin_loss(seeds=self.model.uses_rng)
             loss_function = self.loss_function()
             is_shared = is_whole and model.num_loss_calls > 1  # by ranks of this process
-            watches = self.loss_check is not None or is_shared or is_copied(self.batch)
+            watches = (self.loss_check is not None and not is_whole) or is_shared or is_copied(self.batch)
             versions = [count_in_place_changes(values) for values in (output, targets)] if watches else []
             loss, loss_weight, parts = compute_mean_loss(
                 loss_function,

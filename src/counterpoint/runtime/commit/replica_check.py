@@ -48,7 +48,9 @@ class ReplicaChecksum:
         self.next_part = 0
 
     def checksum(self) -> int:
-        """Return a checksum of less than 48 bits over the next part of the weights."""
+        """Return a checksum of less than 48 bits over the next part of the weights; 0 if nobody has the same."""
+        if not self.parts:
+            return 0
         checksum = 0
         sums = self._sums()
         for part in torch.stack(sums).tolist() if len(sums) > 1 else map(int, sums):  # every read waits for the device

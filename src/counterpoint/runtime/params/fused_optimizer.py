@@ -185,8 +185,8 @@ def native_fields(fused: FusedOptimizer, options: OptimizerOptions, step_number:
 def as_number(options: OptimizerOptions, name: str, index: int | None = None) -> float:
     """Return an option, or one of a pair, as a finite number; raise PlanError if it is none."""
     value = options[name] if index is None else options[name][index]
-    if type(value) is float and math.isfinite(value):  # usually; Real takes some microseconds
-        return value
+    if type(value) in {float, int} and math.isfinite(value):  # usually; Real takes some microseconds
+        return float(value)
     is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     number = float(value) if is_number or isinstance(value, Real) else math.nan
     if not math.isfinite(number):

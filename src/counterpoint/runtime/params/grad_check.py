@@ -19,7 +19,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import NamedTuple
 
 import numpy as np
@@ -152,18 +153,17 @@ class GradCheck:
             if name in params and _version_of(params[name].grad) == version
         ]
         grads = [*map(GRAD_OF, params.values())]
-        if type(None) in {*map(type, grads)}:  # of tables with rows, or not in the forward
+        if left_out or not all(map(is_not, grads, repeat(None))):  # of tables with rows, or not in the forward
             left_out += [name for name, param in params.items() if param.grad is None and name not in left_out]
-        part = group.without(tuple(left_out))
-        if left_out:
-            grads = [*map(GRAD_OF, part.params.values())]
-        addresses = part.reader.collect(grads) if grads else None
+            group = group.without(tuple(left_out))
+            grads = [*map(GRAD_OF, group.params.values())]
+        addresses = group.reader.collect(grads) if grads else None
         if addresses is None:
-            self.check_params(part.params)
+            self.check_params(group.params)
             return
-        share = part.reader.read_at(addresses) / part.reader.largest_number
-        self._record(self.micro, part.params, share, part.reader.largest)
-        self.collected = CollectedGrads(part.params, part.reader.dtype, grads, addresses, part.reader.counts)
+        share = group.reader.read_at(addresses) / group.reader.largest_number
+        self._record(self.micro, group.params, share, group.reader.largest)
+        self.collected = CollectedGrads(group, group.reader.dtype, grads, addresses, group.reader.counts)
 
     def check_params(self, params: Mapping[str, nn.Parameter]) -> None:
         """Check the gradients that autograd has put on parameters, except those of :meth:`mark_checked`."""
@@ -331,6 +331,7 @@ class ParamGroup:
         self.params = params
         self.reader = MagnitudeReader([*params.values()])
         self._parts: dict[tuple[str, ...], ParamGroup] = {}  # without some parameters
+        self._equal: Mapping[str, nn.Parameter] | None = None  # that was seen to have these parameters
 
     def without(self, names: tuple[str, ...]) -> ParamGroup:
         """Return the group without some parameters, which are the same in most steps."""
@@ -340,39 +341,43 @@ class ParamGroup:
             self._parts = {names: ParamGroup({name: p for name, p in self.params.items() if name not in names})}
         return self._parts[names]
 
+    def has_all(self, params: Mapping[str, nn.Parameter]) -> bool:
+        """Return whether these parameters, in this order, are those of the group; found out once for a mapping.
+
+        Args:
+            params: by name; nobody changes the mapping.
+        """
+        if self._equal is not params and is_same_sequence(params.values(), self.params.values()):
+            self._equal = params
+        return self._equal is params
+
+
+def is_same_sequence(first: Collection[object], second: Collection[object]) -> bool:
+    """Return whether two collections have the same objects in the same order."""
+    return len(first) == len(second) and all(map(is_, first, second))
+
 
 @dataclass(slots=True)
 class CollectedGrads:
     """Dense contiguous gradients of this step, and where they are.
 
     Args:
-        params: the parameters by name, each of which has a gradient.
+        group: the parameters, each of which has a gradient.
         dtype: of all.
         grads: of each, kept so that their memory is.
         addresses: of each.
         counts: their numbers of elements, as the native library reads them.
     """
 
-    params: Mapping[str, nn.Parameter]
+    group: ParamGroup
     dtype: torch.dtype
     grads: Sequence[Tensor]
     addresses: Addresses
     counts: Counts
-    _known: Mapping[str, nn.Parameter] | None = None  # that has been seen to have these parameters
-
-    def are_named(self, params: Mapping[str, nn.Parameter]) -> bool:
-        """Return whether these parameters, in this order, are those with the gradients; found out once for a mapping.
-
-        Args:
-            params: by name; nobody changes the mapping.
-        """
-        if self._known is not params and self.are_of(params.values()):
-            self._known = params
-        return self._known is params
 
     def are_of(self, params: Collection[Tensor]) -> bool:
         """Return whether these parameters, in this order, are those with the gradients."""
-        return len(params) == len(self.params) and all(map(is_, params, self.params.values()))
+        return is_same_sequence(params, self.group.params.values())
 
     def copy_to(self, into: Tensor, starts: Counts) -> None:
         """Copy the gradients into a contiguous tensor of their dtype, each to where it starts there."""

@@ -172,9 +172,9 @@ class UnitParams:
         """Return the parameters with a gradient of their own that was not collected, if they have one."""
         if collected is None:
             return self.own_params
-        if collected.are_named(self.own_params):  # usually
+        if collected.group.has_all(self.own_params):  # usually
             return {}
-        return {name: param for name, param in self.own_params.items() if name not in collected.params}
+        return {name: param for name, param in self.own_params.items() if name not in collected.group.params}
 
     def grads(self, *, in_place: bool = False) -> list[Tensor]:
         """Return the gradients of :meth:`optimizer_targets`, without parameters that have none.
@@ -707,12 +707,14 @@ class ParamStore:
         groups = find_fused_groups(optimizer, collected)
         if groups is None or not all(self.units[unit].is_contiguous(collected) for unit in units):
             return False
-        sources = [source for unit in units for source in self.units[unit].grad_sources]
-        if any(self.units[unit].skipped for unit in units):
-            is_skipped = [flag for unit in units for flag in self.units[unit].skipped_targets()]
-            sources = [None if flag else source for source, flag in zip(sources, is_skipped, strict=True)]
-        pairs = zip(tensors, sources, strict=True)
-        known_sources = {id(tensor): source for tensor, source in pairs if source is not None}
+        known_sources = {}
+        if any(self.units[unit].flat_params for unit in units):  # other tensors have gradients of their own
+            sources = [source for unit in units for source in self.units[unit].grad_sources]
+            if any(self.units[unit].skipped for unit in units):
+                is_skipped = [flag for unit in units for flag in self.units[unit].skipped_targets()]
+                sources = [None if flag else source for source, flag in zip(sources, is_skipped, strict=True)]
+            pairs = zip(tensors, sources, strict=True)
+            known_sources = {id(tensor): source for tensor, source in pairs if source is not None}
         fused_update(optimizer, groups, known_sources, collected)
         return True
 

@@ -155,7 +155,7 @@ class SharedGrads(GradStorage):
     def _copy_small_grads(self) -> bool:
         """Copy all small gradients together; return False if one is missing or sparse, and copy none."""
         collected = self.grad_check.collected
-        starts = None if collected is None else self._find_starts(collected.params)
+        starts = None if collected is None else self._find_starts(collected.group.params)
         if collected is not None and starts is not None:
             collected.copy_to(self.local_grad, starts)
             self.grad_check.drop_collected()  # whose memory the next step needs

@@ -114,6 +114,7 @@ class SampleRNG:
         self.loss_seeds = False
         self.checks_loss = False  # whether draws of the loss whose samples are unknown are refused
         self.step_key = self.microbatch_key = 0
+        self._keyed: tuple[int, int] | None = None  # the step and the first sample of these keys
         self.site_keys: dict[DrawSite, int] = {}
         self.log = CallLog()
         self.logs: dict[int, CallLog] = {}
@@ -128,8 +129,10 @@ class SampleRNG:
     def begin_microbatch(self, step: int, micro: int, samples: SampleRange) -> None:
         """Let the next draws be for these samples of a step's batch."""
         self.step, self.micro, self.samples = step, micro, samples
-        self.step_key = hash_seed(self.seed, step)
-        self.microbatch_key = hash_seed(self.step_key, samples.first)
+        if self._keyed != (step, samples.first):  # a backward has the keys of its forward
+            self._keyed = step, samples.first
+            self.step_key = hash_seed(self.seed, step)
+            self.microbatch_key = hash_seed(self.step_key, samples.first)
         self.log = self.logs.setdefault(step, CallLog())
 
     def __call__(self, path: str) -> None:

@@ -72,7 +72,7 @@ class SharedModel:
 
     def record_step(self) -> None:
         """Take note that this model was trained."""
-        for other in self.partners:
+        for other in self.partners if len(self.partners) else ():
             if self not in other.newer and not (self.trainer.trains_in_place and other.trainer.trains_in_place):
                 other.newer.append(self)
 

@@ -180,8 +180,10 @@ def require_no_autocast(precision: Precision | None) -> None:
     Raises:
         PlanError: one is.
     """
+    if precision is None:
+        return
     active = [f"{device}, {dtype}" for device, is_enabled, dtype in current_autocasts() if is_enabled]
-    if precision is not None and active:
+    if active:
         raise PlanError(
             f"the step is called inside torch.autocast({active[0]}), but precision={precision} says what it computes "
             "in; leave the autocast, or drop precision="

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -177,9 +177,10 @@ def _multiples(count: int, most: int) -> Iterator[int]:
         yield count
 
 
-@contextmanager
-def explain_full_device(accelerator: Accelerator, describe_need: Callable[[], str], when: str) -> Iterator[None]:
-    """Explain the error of a device that has no memory left.
+def explain_full_device(
+    accelerator: Accelerator, describe_need: Callable[[], str], when: str
+) -> AbstractContextManager[None]:
+    """Return a context that explains the error of a device that has no memory left.
 
     Args:
         accelerator: the device.
@@ -189,6 +190,11 @@ def explain_full_device(accelerator: Accelerator, describe_need: Callable[[], st
     Raises:
         PlanError: in place of torch's.
     """
+    return nullcontext() if accelerator.is_host else _explain_out_of_memory(accelerator, describe_need, when)
+
+
+@contextmanager
+def _explain_out_of_memory(accelerator: Accelerator, describe_need: Callable[[], str], when: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
