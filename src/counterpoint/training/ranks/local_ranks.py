@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -596,6 +596,8 @@ class LocalRanks:
 
     def explain_division(self, batch: MicrobatchSource, rank: int) -> AbstractContextManager[None]:
         """Explain an error of a step or an evaluation inside whose cause is that a rank has a part of the batch."""
+        if len(batch.sizes) == 1:  # then it has all
+            return nullcontext()
         loss = None if self.options.loss_reduction == "batch" else self.loss
         interpreter = self.ranks[rank].interpreter
 
@@ -1102,14 +1104,17 @@ def annotate_errors(interpreter: Interpreter, rank: int) -> Iterator[None]:
         raise
 
 
+def stop_others_on_error(world: FabricWorld) -> AbstractContextManager[None]:
+    """Return a context that tells ranks in other processes of an error, for which they would wait in the step."""
+    return _stop_others_on_error(world) if isinstance(world, DistributedWorld) else nullcontext()
+
+
 @contextmanager
-def stop_others_on_error(world: FabricWorld) -> Iterator[None]:
-    """Tell ranks in other processes of an error of this one, for which they would wait in the step."""
+def _stop_others_on_error(world: DistributedWorld) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(world, DistributedWorld):
-            world.stop(error)
+        world.stop(error)
         raise
 
 
