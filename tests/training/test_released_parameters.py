@@ -8,7 +8,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.testing.parity import TOLERANCE
-from counterpoint.training.between_steps.stale_weights import without_stale_reads
+from counterpoint.training.between_steps.stale_weights import StaleGrads, StaleWeights, without_stale_reads
 from counterpoint.training.ranks.process_memory import MIN_BYTES, ReleasedParameters, is_private_cpu_tensor
 from tests.process.forked_ranks import run_forked
 from tests.training.trainers import equal_bits, max_difference, params_of
@@ -207,6 +207,33 @@ def test_a_parameter_is_left_and_found_by_what_is_written_into_it():
     elsewhere.release()
     elsewhere.poison()
     assert param.isnan().all()
+
+
+def test_they_become_nan_also_where_a_read_would_need_ranks_that_have_ended():
+    """The trials of a planner end without an export: the first of them to be closed raised."""
+    param = large()
+    elsewhere = ReleasedParameters({"weight": param})
+    grads = StaleGrads({"weight": param}, "pipeline(2)", dict, is_single_process=False)
+    elsewhere.release()
+    StaleWeights({"weight": param}, "pipeline(2)", None, grads).mark()
+    elsewhere.poison()
+    with without_stale_reads():
+        assert param.isnan().all()
+
+
+def try_plans():
+    """Return the plans that were tried, and the loss of a step under the one that was taken."""
+    with cp.parallelize(wide(), OPTIMIZER, nn.functional.mse_loss, strategy="auto(2)", num_measured_plans=2) as step:
+        loss = step(*batch())
+        return [str(trial.plan) for trial in step.local_ranks.choice.trials], loss
+
+
+@pytest.mark.long
+@pytest.mark.process
+def test_plans_of_which_ranks_have_parts_can_be_tried_in_several_processes():
+    (plans, loss), other = run_forked(try_plans, ranks=2)
+    assert any(plan.startswith(("pipeline", "tensor")) for plan in plans)
+    assert other == (plans, loss)
 
 
 def test_nothing_is_lost_that_was_never_left():

@@ -333,7 +333,8 @@ class FitLoop:
             return
         batch = self.batches.sample_batch(1)
         location = f"the last batch of an epoch has {count} samples, and microbatch {sizes.index(1)} of it has only 1"
-        check_single_sample(self.local_ranks.model, as_call_args(batch.inputs(0)), location)
+        with self.local_ranks.stale_weights.unmarked():  # of a resumed run; the values do not matter here
+            check_single_sample(self.local_ranks.model, as_call_args(batch.inputs(0)), location)
 
     def start_reading(self) -> None:
         """Start reading the batches that are left."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.checkpoint import Checkpoint, step_folders
@@ -16,10 +16,12 @@ from counterpoint.data.sampler import Sampler
 from counterpoint.testing.parity_models import plan_for
 from counterpoint.training.checkpointing.save_restore import ResumeConfig, find_checkpoint_together
 from tests.covering import each_value_once
+from tests.process.forked_ranks import run_forked
 from tests.training.trainers import (
     STRATEGIES,
     StopAt,
     batch_norm_mlp,
+    build_seeded,
     dataset,
     equal_bits,
     fit,
@@ -473,3 +475,29 @@ def test_weights_that_are_not_finite_are_never_saved(strategy, tmp_path):
         fit(strategy, optimizer=Diverging, fit_options={"checkpoint_dir": tmp_path, "save_every": 1})
     assert [path.name for path in step_folders(tmp_path)] == ["step-00000001"]
     assert list_rank_threads() == []
+
+
+def convolutions():
+    """A model whose batch norm may see a single sample, because that has several places."""
+    return build_seeded(
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 3)
+        )
+    )
+
+
+def train_convolutions(folder, max_steps):
+    """Return the losses of a run that continues in the folder; the last batch has microbatches of one sample."""
+    _, history = fit(
+        "pipeline(2)", convolutions(), epochs=2, num_microbatches=8, batch_norm="deferred",
+        fit_options={"checkpoint_dir": folder, "resume": "auto", "max_steps": max_steps},
+    )  # fmt: skip
+    return history.losses
+
+
+@pytest.mark.process
+def test_a_run_with_batch_norm_continues_in_processes_that_have_parts_of_the_model(tmp_path):
+    """The check of its last batch read buffers that were in other processes."""
+    whole = train_convolutions(str(tmp_path / "whole"), 8)
+    parts = [run_forked(train_convolutions, ranks=2, args=(str(tmp_path / "parts"), steps)) for steps in (3, 8)]
+    assert [*parts[0][1], *parts[1][1]] == pytest.approx(whole, rel=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,10 @@ class TracedPartition(PartitionedModel):
         self._example_dtypes = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
         self._has_only_tensors = None not in self._example_dtypes
         self._num_samples = num_samples(inputs)
+        self._autocasts = [
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+            for device in sorted({"cpu", *(param.device.type for param in model.parameters())} - {"meta"})
+        ]
         self._dims = dims or {}
         traced = export_graph(model, inputs, training=True)
         self._split_points = choose_split_points(traced, model, self._dims, prefer, split_points)
@@ -110,7 +115,10 @@ class TracedPartition(PartitionedModel):
             PlanError: it has other layers, or passes other values between them.
         """
         inputs = self._resize_example(shapes)
-        traced = export_graph(self.model, inputs, training=training, varying_dims=varying_dims)
+        with ExitStack() as stack:
+            for device, dtype, enabled in self._autocasts:  # as for the example, or its values would have other dtypes
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            traced = export_graph(self.model, inputs, training=training, varying_dims=varying_dims)
         trace = split_trace(traced, self.model, self._dims, self._split_points)
         if trace.structure != self._structure:
             mode = "training" if training else "evaluation"
@@ -136,7 +144,10 @@ class TracedPartition(PartitionedModel):
         )
         if _value_routes(trace) != _value_routes(first):
             names = (
-                {(value.producer, value.consumers, value.node.name) for value in split.boundary_values}
+                {
+                    (*route, value.node.name)
+                    for route, value in zip(_value_routes(split), split.boundary_values, strict=True)
+                }
                 for split in (first, trace)
             )
             differing = sorted({name for *_, name in set.symmetric_difference(*names)})

@@ -14,6 +14,7 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.runtime.malloc import heap_of_process
 from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.rank_builder import RankRuntime
+from counterpoint.training.between_steps.stale_weights import without_stale_reads
 
 
 class RetainedMemory:
@@ -122,8 +123,9 @@ class ReleasedParameters:
             error: the error that ended the run; it gets a note.
         """
         names = [name for name in self.params if self.is_released(name)]
-        for name in names:
-            self.params[name].detach().fill_(torch.nan)
+        with without_stale_reads():  # nothing is read, and other processes, which a read would need, may have ended
+            for name in names:
+                self.params[name].detach().fill_(torch.nan)
         if names and error is not None:
             error.add_note(
                 f"{names[0]}{f' and {len(names) - 1} other parameters' if names[1:] else ''} of the model, which no "
