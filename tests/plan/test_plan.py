@@ -127,6 +127,7 @@ def test_a_bare_name_takes_the_ranks_it_is_given(text, num_ranks, read):
         ("data(2) * zero", {"num_ranks": 5}, "cannot use 5 ranks; the ranks of its strategies must multiply to"),
         ("server", {"num_ranks": 1}, "'server' cannot use 1 ranks;"),
         ("zeroo(2)", {}, "there is no strategy 'zeroo'; did you mean zero? the strategies are solo, data, zero,"),
+        ("fsdp(2)", {}, "there is no strategy 'fsdp'; here fsdp is zero3; the strategies are solo, data,"),
         ("GPipe(2)", {}, "there is no strategy 'GPipe'; did you mean gpipe?"),
         ("quantum(2)", {}, "there is no strategy 'quantum'; the strategies are solo, data,"),
         ("data(2, level=1)", {}, "data has no option 'level=1'; its options are update="),

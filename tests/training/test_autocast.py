@@ -84,7 +84,7 @@ def test_an_evaluation_with_other_numbers_of_samples_computes_under_the_autocast
 
 @pytest.mark.parametrize("first", [False, True])
 def test_an_autocast_may_begin_or_end_with_a_batch_of_another_number_of_samples(first):
-    losses = {}
+    losses: dict[str, list[float]] = {}
     for plan in ("zero3(2)", "data(2)"):
         with cp.parallelize(halves(), SGD, F.cross_entropy, strategy=plan) as step:
             losses[plan] = []

@@ -15,7 +15,14 @@ from torch.utils.data import TensorDataset
 
 import counterpoint as cp
 from counterpoint.data.sampler import Sampler
-from counterpoint.training.options import RENAMED_FIT_OPTIONS, RENAMED_OPTIONS, RENAMED_VALUES, TrainingOptions
+from counterpoint.training.options import (
+    OTHER_FIT_OPTIONS,
+    OTHER_OPTIONS,
+    RENAMED_FIT_OPTIONS,
+    RENAMED_OPTIONS,
+    RENAMED_VALUES,
+    TrainingOptions,
+)
 from counterpoint.training.parallelize import RENAMED_METHODS
 from counterpoint.training.profiling import RENAMED_PROFILE_OPTIONS
 from tests.training.trainers import (
@@ -146,6 +153,105 @@ def test_an_option_that_fit_does_not_have_says_what_does_it(name, remedy):
     options: Any = {name: None}
     with pytest.raises(cp.PlanError, match=f"^fit has no option '{name}'; .*{re.escape(remedy)}"):
         make_trainer("solo").fit(dataset(), **options)
+
+
+TRAINER_REMEDIES = {
+    "gradient_accumulation_steps": "write that, and make batches 4 times as large",
+    "max_grad_norm": "write clip_norm=",
+    "fp16": "write precision='bf16' or 'fp16'",
+    "lr": "the optimizer has it: optimizer=partial(",
+    "num_processes": "as strategy='data(2)', and `counterpoint run -n 2`",
+    "gradient_checkpointing": 'write passes=("overlap", "recompute")',
+    "batch_size": "it is an option of fit(...): trainer.fit(dataset, batch_size=...)",
+    "output_dir": "in fit(...): run_dir=FOLDER writes metrics",
+    "batch_dim": "did you mean batch_dims? the options are seed, ",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), TRAINER_REMEDIES.items())
+def test_an_option_of_another_library_says_what_is_written_here(name, remedy):
+    options: Any = {name: 4}
+    with pytest.raises(cp.PlanError, match=f"^there is no option '{name}'; .*{re.escape(remedy)}"):
+        cp.Trainer(mlp(), loss=F.cross_entropy, optimizer=ADAMW, **options)
+
+
+LOOP_REMEDIES = {
+    "accumulate": r"step.accumulate(batch) and step.update()",
+    "epochs": "a loop of your own has it",
+    "resume": "calls step.save(folder) and step.load(folder)",
+    "metrics": "with step.full_weights() as model:",
+    "num_microbatch": "did you mean num_microbatches? the options are seed, ",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), LOOP_REMEDIES.items())
+def test_an_option_that_a_loop_has_itself_says_how(name, remedy):
+    options: Any = {name: 4}
+    with pytest.raises(cp.PlanError, match=f"^there is no option '{name}'; .*{re.escape(remedy)}"):
+        cp.parallelize(mlp(), ADAMW, F.cross_entropy, **options)
+
+
+FIT_REMEDIES = {
+    "val_data": "write eval_dataset=",
+    "logging_steps": "run_dir=FOLDER writes metrics",
+    "patience": "call fit(...) for one epoch after another",
+    "per_device_train_batch_size": "write batch_size=, the samples of a step on all ranks together",
+    "gradient_clip_val": "write clip_norm=",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), FIT_REMEDIES.items())
+def test_what_fit_is_given_as_to_another_library_says_what_is_written_here(name, remedy):
+    options: Any = {name: 4}
+    with pytest.raises(cp.PlanError, match=f"^fit has no option '{name}'; .*{re.escape(remedy)}"):
+        make_trainer("solo").fit(dataset(), batch_size=12, **options)
+
+
+def test_each_remedy_names_options_that_exist():
+    fit, own = [signature(one).parameters for one in (cp.Trainer.fit, cp.Trainer)]
+    known = {*fit, *own, *TrainingOptions.__dataclass_fields__, "shuffle", "sampler", "batch_sampler", "drop_last"}
+    for hints in (OTHER_OPTIONS, OTHER_FIT_OPTIONS):
+        assert known.isdisjoint(hints.keys() - {"shuffle", "sampler", "batch_sampler", "drop_last"})
+        named = {name for hint in hints.values() for name in re.findall(r"(?:write |with |^)(\w+)=", hint)}
+        assert named <= known
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        ("cross_entropy", "loss='cross_entropy' cannot be called; give a function of outputs and targets, such as "),
+        (torch.nn.CrossEntropyLoss, "loss=CrossEntropyLoss is a class; give an instance, loss=CrossEntropyLoss(), or "),
+    ],
+)
+def test_a_loss_that_is_no_function_is_refused_at_once(loss, text):
+    with pytest.raises(cp.PlanError, match=f"^{re.escape(text)}"):
+        cp.Trainer(mlp(), loss=loss, optimizer=ADAMW)
+    with pytest.raises(cp.PlanError, match=f"^{re.escape(text)}"):
+        cp.parallelize(mlp(), ADAMW, loss)
+
+
+@pytest.mark.parametrize("callbacks", [cp.Callback(), [print]])
+def test_callbacks_that_are_none_say_what_they_are(callbacks):
+    with pytest.raises(cp.PlanError, match=r"is not a list of callbacks; give callbacks=\[PrintLoss\(\)\], of a class"):
+        make_trainer("solo", callbacks=callbacks)
+
+
+def test_resume_true_says_auto():
+    unknown: Any = True
+    with pytest.raises(cp.PlanError, match=r"^resume=True is neither 'auto' nor a folder; resume='auto' continues"):
+        make_trainer("solo").fit(dataset(), batch_size=12, resume=unknown)
+
+
+@pytest.mark.parametrize("returned", [0.5, {"accuracy": 0.5}])
+def test_what_a_metrics_function_returns_is_named_if_it_is_no_sum_with_its_count(returned):
+    with pytest.raises(cp.DataError, match=re.escape(f"the metrics function returned {returned!r}; give one of outp")):
+        make_trainer("solo").evaluate(dataset(), metrics=lambda *_: returned)
+
+
+def test_metrics_that_are_no_function_are_refused_before_the_first_step():
+    unknown: Any = {"accuracy"}
+    with pytest.raises(cp.PlanError, match=r"^metrics=\{'accuracy'\} is not a function; give one of outputs and tar"):
+        make_trainer("solo").fit(dataset(), batch_size=12, eval_dataset=dataset(), metrics=unknown)
 
 
 def test_a_misspelt_parameter_of_a_call_names_the_nearest():

@@ -456,7 +456,7 @@ def test_the_model_is_as_before_when_the_run_ends_or_cannot_be_built():
     ("precision", "text"),
     [
         ("bf17", "precision 'bf17' is not one of fp32, bf16, fp16"),
-        ("float16", "precision 'float16' is not one of fp32, bf16, fp16"),
+        ("float16", "precision 'float16' is not one of fp32, bf16, fp16; write fp16"),
         (
             16,
             "precision=16 is a int; give fp32, bf16, fp16, a text such as 'bf16(autocast=true)', or cp.Precision(...)",

@@ -225,6 +225,7 @@ def try_plans():
     """Return the plans that were tried, and the loss of a step under the one that was taken."""
     with cp.parallelize(wide(), OPTIMIZER, nn.functional.mse_loss, strategy="auto(2)", num_measured_plans=2) as step:
         loss = step(*batch())
+        assert step.local_ranks.choice is not None
         return [str(trial.plan) for trial in step.local_ranks.choice.trials], loss
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from counterpoint.cli.echo import echo
+from counterpoint.viz.number_format import format_bytes
 
 
 def export(
@@ -33,4 +34,4 @@ def export(
     files = write_torch_files(checkpoint, output, file_format, "weights" if weights_only else "all")
     echo(f"step {checkpoint.step} of {checkpoint.folder}, saved under {checkpoint.state['plan']}")
     for file in files:
-        echo(f"{file.path}: {file.num_tensors} tensors, {file.num_bytes / 2**20:.1f} MiB")
+        echo(f"{file.path}: {file.num_tensors} tensors, {format_bytes(file.num_bytes)}")

@@ -16,6 +16,7 @@ from counterpoint.file_reader import find_file_kind, read_regular_text
 from counterpoint.program.program import Program
 from counterpoint.program.text import parse_program
 from counterpoint.program.verify.verifier import NO_BOUNDS, updated_units, verify as verify_program
+from counterpoint.viz.number_format import format_bytes
 from counterpoint.world.topology import format_count
 
 _RANK_LABEL = re.compile(r"^rank \d+ ", flags=re.MULTILINE)
@@ -80,7 +81,7 @@ def verify_checkpoints(folder: Path) -> None:
     intact, num_damaged = "", 0
     for checkpoint in folders:
         report = verify_checkpoint(checkpoint, check_state=check_known_state, links="followed" if named else "refused")
-        size = f", {report.num_bytes / 2**20:.1f} MiB" if report.step is not None else ""
+        size = f", {format_bytes(report.num_bytes)}" if report.step is not None else ""
         echo(f"{checkpoint.name}: {'damaged' if report.problems else 'intact'}{size}")
         for problem in report.problems:
             echo(f"  {problem}")

@@ -29,6 +29,16 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The dtypes that a forward, and a sum of gradients, can have: torch's names by those of plans."""
 
 
+OTHER_NAMES = {
+    "amp": "bf16(autocast=true) or fp16(autocast=true)",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "half": "fp16",
+}
+"""Precisions by other names for them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """The dtypes of a forward and its backward, and of the reductions of gradients.
@@ -63,7 +73,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.compute not in DTYPES:
-            raise PlanError(f"precision {shorten(repr(self.compute))} is not one of {', '.join(DTYPES)}")
+            hint = f"; write {OTHER_NAMES[self.compute]}" if self.compute in OTHER_NAMES else ""
+            raise PlanError(f"precision {shorten(repr(self.compute))} is not one of {', '.join(DTYPES)}{hint}")
         if self.reduce not in DTYPES:
             raise PlanError(f"reduce={shorten(repr(self.reduce))} is not one of {', '.join(DTYPES)}")
         if type(self.autocast) is not bool:

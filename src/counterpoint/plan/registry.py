@@ -14,7 +14,7 @@ from counterpoint.strategies.data import Data
 from counterpoint.strategies.options import option_names
 from counterpoint.strategies.parameter_server import Server
 from counterpoint.strategies.pipeline.pipeline import Pipeline
-from counterpoint.strategies.renamed import RENAMED
+from counterpoint.strategies.renamed import OTHER_NAMES, RENAMED
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.systems import (
     bigdl,
@@ -309,4 +309,6 @@ def find_strategy(name: str) -> StrategyEntry:
     hint = f"did you mean {near[0]}? " if near else ""
     if RENAMED.get(name) in STRATEGIES:
         hint = f"{name} is now called {RENAMED[name]}; "
+    if name.lower() in OTHER_NAMES:
+        hint = f"here {name} is {OTHER_NAMES[name.lower()]}; "
     raise PlanError(f"there is no strategy {name!r}; {hint}the strategies are solo, {', '.join(STRATEGIES)}")

@@ -21,3 +21,15 @@ RENAMED = {
     # keys of a plan file
     "timing": "profile",
 }
+
+OTHER_NAMES = {
+    "deepspeed": "zero2 or zero3",
+    "dp": "data",
+    "fsdp": "zero3",
+    "fsdp2": "zero3",
+    "fully_shard": "zero3",
+    "megatron": "tensor",
+    "pp": "pipeline",
+    "tp": "tensor",
+}
+"""Strategies by names that other libraries have for them."""

@@ -32,7 +32,7 @@ from counterpoint.runtime.loss.loss_check import SUMS_REMEDY, LossCheck
 from counterpoint.runtime.loss.loss_parameters import require_no_loss_params
 from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_sample_mean
 from counterpoint.training.callbacks.callback import EvaluationEnd
-from counterpoint.training.evaluation import MetricsFn, make_loss_metric
+from counterpoint.training.evaluation import MetricsFn, make_loss_metric, require_metrics
 from counterpoint.training.metrics import merge_metrics
 from counterpoint.training.ranks.process_memory import RetainedMemory
 
@@ -311,7 +311,7 @@ def evaluate_replica(
         model.eval()
         for index in range(sampler.num_batches):
             *inputs, targets = fetch(dataset, sampler.batch(0, index))
-            per_batch.append(metrics(model(*inputs), targets))
+            per_batch.append(require_metrics(metrics(model(*inputs), targets)))
     for module, flag in flags:
         module.training = flag
     return {name: tally.mean for name, tally in merge_metrics(per_batch).items()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from counterpoint.data.sampler import Cursor
+from counterpoint.errors import DataError, PlanError
+from counterpoint.optim.validation import shorten
 from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_mean_loss
 from counterpoint.training.batches.batch_source import BatchSource
 from counterpoint.training.batches.global_batch import collect_lengths
@@ -34,7 +36,7 @@ def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn |
 
     def measure(outputs: Any, targets: Any) -> None:  # noqa: ANN401 - whatever the model gives
         assert metrics is not None, "the loss is measured otherwise"
-        per_batch.append(metrics(outputs, targets))
+        per_batch.append(require_metrics(metrics(outputs, targets)))
 
     with local_ranks.use_averaged_weights():
         while batches.count_left(cursor, 1):
@@ -43,6 +45,34 @@ def evaluate(local_ranks: LocalRanks, batches: BatchSource, metrics: MetricsFn |
             per_batch += [{name: MeanMetric(*total) for name, total in totals.items()} for totals in losses.values()]
             cursor = replace(cursor, batch=cursor.batch + 1)
     return all_reduce_means(local_ranks, per_batch)
+
+
+def require_metrics_function(metrics: object) -> None:
+    """Check that what is to measure can be called.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    if metrics is not None and not callable(metrics):
+        raise PlanError(f"metrics={shorten(repr(metrics))} is not a function; {METRICS_RULE}")
+
+
+def require_metrics(measured: object) -> Metrics:
+    """Return what a metrics function has returned.
+
+    Raises:
+        DataError: it is not a dict of ``MeanMetric``.
+    """
+    if isinstance(measured, Mapping) and all(isinstance(one, MeanMetric) for one in measured.values()):
+        return measured
+    raise DataError(f"the metrics function returned {shorten(repr(measured))}; {METRICS_RULE}")
+
+
+METRICS_RULE = (
+    'give one of outputs and targets that returns a dict of sums and their counts, {"accuracy": cp.MeanMetric(correct, '
+    "len(targets))}, which are added up over microbatches and ranks"
+)
+"""What a metrics function is."""
 
 
 def all_reduce_means(local_ranks: LocalRanks, per_batch: list[Metrics]) -> dict[str, float]:

@@ -55,7 +55,7 @@ from counterpoint.training.checkpointing.restored_options import (
 )
 from counterpoint.training.checkpointing.train_state import decode_position
 from counterpoint.training.distributed_world import has_remote_ranks
-from counterpoint.training.evaluation import MetricsFn, evaluate
+from counterpoint.training.evaluation import MetricsFn, evaluate, require_metrics_function
 from counterpoint.training.model_checks.validation import require_directory_path
 from counterpoint.training.ranks.local_ranks import LocalRanks
 from counterpoint.training.ranks.step_trace import trace_step
@@ -72,7 +72,7 @@ class EvaluationConfig:
         every: evaluate after this many steps, too.
 
     Raises:
-        PlanError: a number is not positive.
+        PlanError: a number is not positive, or the metrics are no function.
     """
 
     open_batches: Callable[[], BatchSource] | None
@@ -81,6 +81,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         require_counts(optional=True, evaluate_every=self.every)
+        require_metrics_function(self.metrics)
 
 
 @dataclass(frozen=True, slots=True)

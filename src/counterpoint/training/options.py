@@ -59,8 +59,65 @@ OTHER_FIT_OPTIONS = {
     "fit(DataLoader(dataset, batch_sampler=...))",
     "drop_last": "the last batch of an epoch may have fewer samples; to leave it out give a DataLoader in place of "
     "batch_size: fit(DataLoader(dataset, batch_size=..., drop_last=True))",
+    **dict.fromkeys(("eval_data", "valid_dataset", "validation_data", "val_data", "val_loader"), "write eval_dataset="),
+    "compute_metrics": "write metrics=, a function that returns a dict of cp.MeanMetric",
+    **dict.fromkeys(("eval_steps", "eval_interval"), "write evaluate_every=, a number of steps"),
+    **dict.fromkeys(("save_steps", "save_interval"), "write save_every=, a number of steps"),
+    **dict.fromkeys(
+        ("log_dir", "logdir", "log_every", "logging_dir", "logging_steps", "output_dir", "tensorboard"),
+        "run_dir=FOLDER writes metrics, TensorBoard events, a report and checkpoints, checkpoint_dir=FOLDER only "
+        "checkpoints",
+    ),
+    **dict.fromkeys(
+        ("ckpt_path", "load", "resume_from", "resume_from_checkpoint"), "write resume='auto', or resume=FOLDER"
+    ),
+    **dict.fromkeys(
+        ("early_stopping", "load_best_model_at_end", "patience", "save_best"),
+        "call fit(...) for one epoch after another, and compare what evaluate(...) returns, as the how-to page about "
+        "logs does",
+    ),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "micro_batch_size", "train_batch_size"),
+        "write batch_size=, the samples of a step on all ranks together",
+    ),
 }
-"""What is given instead, by options that other libraries have."""
+"""What is given instead, by options that other libraries have for what ``Trainer.fit`` does."""
+
+OTHER_OPTIONS = {
+    **dict.fromkeys(
+        (
+            "accumulate", "accumulate_grad_batches", "accumulation_steps", "grad_accum_steps",
+            "gradient_accumulation", "gradient_accumulation_steps",
+        ),
+        "with num_microbatches=4 each rank computes the gradients of its samples in 4 parts and adds them up before "
+        "the update: write that, and make batches 4 times as large; a loop of your own may also call "
+        "step.accumulate(batch) and step.update()",
+    ),
+    **dict.fromkeys(
+        ("clip_grad", "clip_grad_norm", "grad_clip", "gradient_clip_val", "gradient_clipping", "max_grad_norm"),
+        "write clip_norm=, the largest norm of all gradients together",
+    ),
+    **dict.fromkeys(
+        ("amp", "autocast", "bf16", "fp16", "mixed_precision", "use_amp"),
+        "write precision='bf16' or 'fp16', or 'bf16(autocast=true)' for the lists of torch.autocast; fp16 scales the "
+        "loss by itself",
+    ),
+    **dict.fromkeys(
+        ("learning_rate", "lr", "weight_decay"),
+        "the optimizer has it: optimizer=partial(torch.optim.AdamW, lr=1e-3)",
+    ),
+    **dict.fromkeys(
+        ("devices", "n_gpus", "num_gpus", "num_processes", "num_ranks", "world_size"),
+        "the strategy says how many ranks there are, as strategy='data(2)', and `counterpoint run -n 2` or torchrun "
+        "starts a process for each",
+    ),
+    **dict.fromkeys(("accelerator", "use_cuda"), "write device='cuda', or 'cpu'"),
+    **dict.fromkeys(
+        ("activation_checkpointing", "checkpoint_activations", "gradient_checkpointing"),
+        "recomputing activations is a pass of the program: write passes=(\"overlap\", \"recompute\")",
+    ),
+}  # fmt: skip
+"""What is given instead, by options that other libraries have for what ``Trainer`` and ``parallelize`` do."""
 
 RENAMED_VALUES = {
     "batches=own": "batches=per_rank",

@@ -48,6 +48,7 @@ from counterpoint.training.initialization.materialize import begin_model, descri
 from counterpoint.training.model_checks.validation import (
     OptimizerArgument,
     min_microbatch_size,
+    require_loss_function,
     warn_of_evaluation_mode,
     wrap_optimizer,
 )
@@ -802,6 +803,7 @@ def parallelize(  # noqa: PLR0913 - the options of a run, most by keyword
             f"{given} is not possible; batches is 'global' or 'per_rank', and uneven is about the batches of "
             f"batches='per_rank'{renamed_hint(f'batches={batches}', RENAMED_VALUES)}"
         )
+    require_loss_function(loss)
     training_options = parse_options(options, parallelize)
     rank_environment = environment if environment is not None else detect()
     requested_plan = RequestedPlan(strategy, num_microbatches, passes)

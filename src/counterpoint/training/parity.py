@@ -37,7 +37,7 @@ from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.training.batches.global_batch import count_samples
 from counterpoint.training.model_checks.float32_replacement import ReplaceFloat32
 from counterpoint.training.model_checks.module_snapshot import convert_floats
-from counterpoint.training.model_checks.validation import OptimizerArgument, wrap_optimizer
+from counterpoint.training.model_checks.validation import OptimizerArgument, require_loss_function, wrap_optimizer
 from counterpoint.training.options import TrainingOptions
 from counterpoint.training.parallelize import TrainStep
 from counterpoint.training.plan_resolution import RequestedPlan, StrategyArgument, make_auto_strategy, parse_options
@@ -281,6 +281,7 @@ def parity(
         True
     """
     optimizer_spec = wrap_optimizer(optimizer, model, loss)
+    require_loss_function(loss)
     training_options = parse_options(options, parity)
     layout = SampleLayout(model, training_options.batch_dims or {}, training_options.shared)
     marked = [layout.mark(*batch) for batch in batches]

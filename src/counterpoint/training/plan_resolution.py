@@ -36,7 +36,7 @@ from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
 from counterpoint.training.model_partition import describe_trained, finest_partition, plan_fingerprint
-from counterpoint.training.options import RENAMED_OPTIONS, TrainingOptions
+from counterpoint.training.options import OTHER_FIT_OPTIONS, OTHER_OPTIONS, RENAMED_OPTIONS, TrainingOptions
 from counterpoint.world.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -107,35 +107,54 @@ PASS_OPTIONS = {
 LOOP_OPTIONS = {
     "lr_scheduler": "a loop of your own steps its scheduler: call scheduler.step() after step(inputs, targets)",
     "callbacks": "a loop of your own calls what it needs after step(inputs, targets)",
+    **dict.fromkeys(("batch_size", "epochs", "max_steps", "num_workers"), "a loop of your own has it, or its loader"),
+    **dict.fromkeys(
+        ("checkpoint_dir", "keep_last", "resume", "save_every"),
+        "a loop of your own calls step.save(folder) and step.load(folder)",
+    ),
+    **dict.fromkeys(
+        ("eval_dataset", "evaluate_every", "metrics"),
+        "a loop of your own evaluates the model inside `with step.full_weights() as model:`",
+    ),
 }
-"""What a loop of the user's does instead, by the option that ``Trainer`` has for it."""
+"""What a loop of the user's does instead, by the option that ``Trainer`` or its ``fit`` has for it."""
 
 
-def parse_options(options: dict[str, Any], caller: Callable[..., Any]) -> TrainingOptions:
+def _hint_option(name: str, caller: Callable[..., Any], fit: Callable[..., Any] | None) -> str:
+    """Return what to write instead of an option that does not exist, or all options."""
+    if name in RENAMED_OPTIONS:
+        return renamed_hint(name, RENAMED_OPTIONS)
+    if name in PASS_OPTIONS:
+        return f"; it is a pass of the program: write {PASS_OPTIONS[name]}"
+    if fit is not None and name in inspect.signature(fit).parameters:
+        return f"; it is an option of fit(...): trainer.fit(dataset, {name}=...)"
+    if fit is not None and name in OTHER_FIT_OPTIONS:
+        return f"; in fit(...): {OTHER_FIT_OPTIONS[name]}"
+    if name in OTHER_OPTIONS or (fit is None and name in LOOP_OPTIONS):
+        return f"; {OTHER_OPTIONS.get(name) or LOOP_OPTIONS[name]}"
+    own = [key for key, value in inspect.signature(caller).parameters.items() if value.kind == value.KEYWORD_ONLY]
+    known = [*TrainingOptions.__dataclass_fields__, *own]
+    matches = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {matches[0]}? " if matches else ""
+    return f"; {hint}the options are {', '.join(known)}"
+
+
+def parse_options(
+    options: dict[str, Any], caller: Callable[..., Any], *, fit: Callable[..., Any] | None = None
+) -> TrainingOptions:
     """Build the training options from keyword arguments.
 
     Args:
         options: those that the caller has no parameters for.
         caller: a function with parameters of its own, one of which may be meant.
+        fit: the function that is called later, whose parameter may be meant; None for a loop of the user's.
 
     Raises:
         PlanError: there is no option of a name (the message has the nearest or new one), or the cluster file is wrong.
     """
-    known = list(TrainingOptions.__dataclass_fields__)
     for name in options:
-        if name not in known:
-            if name in RENAMED_OPTIONS:
-                raise PlanError(f"there is no option {name!r}{renamed_hint(name, RENAMED_OPTIONS)}")
-            if name in PASS_OPTIONS:
-                raise PlanError(f"there is no option {name!r}; it is a pass of the program: write {PASS_OPTIONS[name]}")
-            if name in LOOP_OPTIONS:
-                raise PlanError(f"there is no option {name!r}; {LOOP_OPTIONS[name]}")
-            own = [
-                key for key, value in inspect.signature(caller).parameters.items() if value.kind == value.KEYWORD_ONLY
-            ]
-            matches = difflib.get_close_matches(name, [*own, *known], n=1)
-            hint = f"did you mean {matches[0]}? " if matches else ""
-            raise PlanError(f"there is no option {name!r}; {hint}the options are {', '.join(known)}")
+        if name not in TrainingOptions.__dataclass_fields__:
+            raise PlanError(f"there is no option {name!r}{_hint_option(name, caller, fit)}")
     cluster = options.get("cluster")
     return TrainingOptions(**(options if cluster is None else {**options, "cluster": resolve_cluster(cluster)}))
 

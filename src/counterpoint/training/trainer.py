@@ -21,7 +21,7 @@ from counterpoint.data.sampler import split_batch
 from counterpoint.errors import CheckpointError, PlanError, StoppedBySignal
 from counterpoint.launchers.environment import RankEnvironment, detect
 from counterpoint.launchers.signals import STOP_SIGNALS, collect_signals
-from counterpoint.optim.validation import checked_call, renamed_hint, renamed_parameters, require_counts
+from counterpoint.optim.validation import checked_call, renamed_hint, renamed_parameters, require_counts, shorten
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.sample_layout import SampleLayout
 from counterpoint.training.agreement.rank_facts import CallFacts, describe_arguments, describe_ranks
@@ -34,18 +34,19 @@ from counterpoint.training.checkpointing import save_restore
 from counterpoint.training.checkpointing.checkpoint_dir import CheckpointDir
 from counterpoint.training.checkpointing.per_stage import CheckpointMode
 from counterpoint.training.distributed_world import open_world
-from counterpoint.training.evaluation import MetricsFn, evaluate
+from counterpoint.training.evaluation import MetricsFn, evaluate, require_metrics_function
 from counterpoint.training.fit_loop import CheckpointConfig, EvaluationConfig, FitConfig, FitLoop
 from counterpoint.training.initialization.materialize import begin_model, describe_sources
 from counterpoint.training.model_checks.validation import (
     OptimizerArgument,
     min_microbatch_size,
+    require_loss_function,
     require_scheduler_batch,
     require_step_scheduler,
     wrap_optimizer,
 )
 from counterpoint.training.optimizer_state import OptimizerStates, export_optimizer_states, restore_optimizer_states
-from counterpoint.training.options import OTHER_FIT_OPTIONS, RENAMED_FIT_OPTIONS, TrainingOptions
+from counterpoint.training.options import OTHER_FIT_OPTIONS, OTHER_OPTIONS, RENAMED_FIT_OPTIONS, TrainingOptions
 from counterpoint.training.plan_resolution import (
     MAX_TRACE_SAMPLES,
     RequestedPlan,
@@ -78,7 +79,24 @@ def require_known_options(given: Collection[str]) -> None:
         hint = f"; did you mean {near[0]}?" if near else "; see Trainer.fit"
         hint = f"; {near[0]} is an option of Trainer(...)" if near and near[0] not in own else hint
         hint = f"; {OTHER_FIT_OPTIONS[name]}" if name in OTHER_FIT_OPTIONS else hint
+        hint = f"; {OTHER_OPTIONS[name]}" if name in OTHER_OPTIONS else hint
         raise PlanError(f"fit has no option {name!r}{renamed_hint(name, RENAMED_FIT_OPTIONS) or hint}")
+
+
+def list_callbacks(callbacks: object) -> list[Callback]:
+    """Return callbacks as a list.
+
+    Raises:
+        PlanError: one is no callback, or they are not in a list.
+    """
+    given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    listed = [one for one in given if isinstance(one, Callback)]
+    if len(listed) < len(given) or not isinstance(callbacks, Iterable):
+        raise PlanError(
+            f"callbacks={shorten(repr(callbacks))} is not a list of callbacks; give callbacks=[PrintLoss()], of a "
+            "class that derives from cp.Callback and has on_step(self, event), or another of its methods"
+        )
+    return listed
 
 
 def find_folders(
@@ -103,6 +121,11 @@ def make_resume_config(
         raise PlanError(f"resume_batch_size={batch_size!r} is not one of same, new")
     if resume is None:
         return None
+    if not isinstance(resume, str | Path):
+        raise PlanError(
+            f"resume={resume!r} is neither 'auto' nor a folder; resume='auto' continues from the newest checkpoint in "
+            "checkpoint_dir, and starts where there is none"
+        )
     if resume != "auto":
         return save_restore.ResumeConfig(find_checkpoints(Path(resume)), "error", batch_size)
     if checkpoint_dir is None:
@@ -166,9 +189,10 @@ class Trainer:
         environment: RankEnvironment | None = None,
         **options: Any,  # noqa: ANN401 - checked by Options
     ) -> None:
+        require_loss_function(loss)
         self.model = model
         self.loss = loss
-        self.options = parse_options(options, type(self).__init__)
+        self.options = parse_options(options, type(self).__init__, fit=type(self).fit)
         self.sample_layout = SampleLayout(model, self.options.batch_dims or {}, self.options.shared)
         self.environment = environment if environment is not None else detect()
         requested_plan = RequestedPlan(strategy, num_microbatches, passes)
@@ -189,7 +213,7 @@ class Trainer:
         )
         self.lr_scheduler = lr_scheduler(self.optimizer_spec.optimizer) if lr_scheduler is not None else None
         require_step_scheduler(self.lr_scheduler)
-        self.callbacks = list(callbacks)
+        self.callbacks = list_callbacks(callbacks)
         if progress != "off" and not any(isinstance(callback, ProgressCallback) for callback in self.callbacks):
             self.callbacks.append(ProgressCallback(progress, name=type(model).__name__, stream=sys.stderr))
         self.progress = save_restore.TrainProgress()
@@ -451,6 +475,7 @@ class Trainer:
             collate_fn: makes a batch of a list of samples.
         """
         require_counts(optional=True, batch_size=batch_size)
+        require_metrics_function(metrics)
         batches = self.open_eval_batches(dataset, batch_size, collate_fn)
         arguments = {"metrics": metrics, "batch_size": batch_size, "collate_fn": collate_fn}
         self.require_same_ranks("Trainer.evaluate", batches, arguments)

@@ -139,6 +139,13 @@ def test_an_early_end_is_shown_with_its_reason_in_one_line(error, message):
     assert shown("plain", error=error).splitlines()[-1] == f"step 100/100 ended early: {message}"
 
 
+def test_an_end_before_the_run_has_begun_does_not_count_steps():
+    """It said step 0/0, or step 10/0 of a run that was to be resumed."""
+    stream = io.StringIO()
+    ProgressCallback("plain", stream=stream, clock=Clock()).on_end(RunEnd(10, ValueError("another batch size")))
+    assert stream.getvalue() == "ended before the first step: ValueError: another batch size\n"
+
+
 def test_what_is_relayed_to_another_process_looks_there_as_it_would_here():
     stream = io.StringIO()
     view = make_renderer("plain", stream, Clock())

@@ -123,6 +123,14 @@ def test_weights_that_are_tied_are_one_tensor_and_safetensors_has_them_once(tmp_
     assert all(torch.equal(stored[name], trained[name]) for name in stored)
 
 
+def test_whoever_may_read_a_new_file_may_read_what_is_exported(tmp_path):
+    """Safetensors made files that only their owner could read."""
+    save_run(tmp_path / "run")
+    (tmp_path / "new").touch()
+    files = cp.export_checkpoint(tmp_path / "run", tmp_path / "plain", file_format="safetensors")
+    assert {file.path.stat().st_mode for file in files} == {(tmp_path / "new").stat().st_mode}
+
+
 def test_a_run_starts_from_a_plain_state_dict(tmp_path):
     whole, _ = fit("solo", epochs=1)
     start = mlp()

@@ -201,7 +201,10 @@ def write_file(path: Path, write: Callable[[Path], object], num_tensors: int) ->
     draft = path.with_name(f".{path.name}.{token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch()
+        mode = draft.stat().st_mode
         write(draft)
+        draft.chmod(mode)  # of a new file here: safetensors makes files that only their owner can read
         draft.replace(path)
     except (OSError, RuntimeError) as error:
         with suppress(OSError):

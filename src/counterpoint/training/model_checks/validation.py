@@ -16,6 +16,7 @@ from counterpoint.errors import CheckpointError, DataError, PlanError
 from counterpoint.file_reader import find_file_kind
 from counterpoint.model.precision import Precision
 from counterpoint.optim.low_bit_adam import LowBitAdam
+from counterpoint.optim.validation import shorten
 from counterpoint.partitioning.dry_run import TrainingModes
 from counterpoint.partitioning.own_generators import find_reachable
 from counterpoint.plan.parser import published_optimizers
@@ -51,6 +52,24 @@ def require_directory_path(path: Path | None) -> None:
 
 OptimizerArgument: TypeAlias = optim.Optimizer | Sequence[optim.Optimizer] | TorchOptimizerFactory
 """A torch optimizer, several that update parts of the model together, or a factory."""
+
+
+def require_loss_function(loss: object) -> None:
+    """Check that the loss can be called with outputs and targets.
+
+    Raises:
+        PlanError: it is a text, a class or something else.
+
+    Example:
+        >>> require_loss_function(torch.nn.CrossEntropyLoss)
+        Traceback (most recent call last):
+        counterpoint.errors.PlanError: loss=CrossEntropyLoss is a class; give an instance, loss=CrossEntropyLoss(), ...
+    """
+    rule = "a function of outputs and targets, such as torch.nn.functional.cross_entropy"
+    if isinstance(loss, type):
+        raise PlanError(f"loss={loss.__name__} is a class; give an instance, loss={loss.__name__}(), or {rule}")
+    if not callable(loss):
+        raise PlanError(f"loss={shorten(repr(loss))} cannot be called; give {rule}")
 
 
 def wrap_optimizer(

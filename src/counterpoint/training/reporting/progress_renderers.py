@@ -233,7 +233,8 @@ def describe_record(record: ProgressRecord) -> str | None:
             )
         # a PeerError is reported by the rank that failed
         case "end" if record["error"] is not None and not record["error"].startswith("PeerError"):
-            return f"{position} ended early: {record['error']}"
+            has_begun = record["num_steps"] != 0
+            return f"{f'{position} ended early' if has_begun else 'ended before the first step'}: {record['error']}"
     return None
 
 
