@@ -321,6 +321,13 @@ def test_a_former_method_of_a_training_step_names_the_new_one(old, new):
             getattr(step, old)
 
 
+def test_a_step_has_no_module_as_other_wrappers_of_models_have():
+    with cp.parallelize(mlp(), ADAMW, F.cross_entropy, strategy="solo") as step:
+        assert not hasattr(step, "module")
+        with pytest.raises(AttributeError, match="attribute 'module'; the model is the one that was passed"):
+            cast("Any", step).module.state_dict()
+
+
 def test_the_new_names_of_options_exist():
     new = {text.split(" ")[0] for text in (*RENAMED_OPTIONS.values(), *RENAMED_FIT_OPTIONS.values())}
     known = {

@@ -227,9 +227,10 @@ def test_a_wrong_schedule_is_refused_with_what_it_lacks(schedule, error, message
 )
 def test_the_program_of_a_plan_runs_from_its_text(strategy):
     with cp.parallelize(mlp(), partial(torch.optim.SGD, lr=0.1), F.cross_entropy, strategy=strategy) as step:
-        loss = step(*batch())
-        assert step.local_ranks.compiled is not None
-        text = cp.format_program(step.local_ranks.compiled.program)
+        before, loss, compiled = step.compiled, step(*batch()), step.compiled
+        assert before is None
+        assert compiled is not None
+        text = cp.format_program(compiled.program)
     assert compare(cp.parse_program(text)).all_equal
     assert first_step(cp.parse_program(text)) == loss
 

@@ -321,3 +321,19 @@ def test_integers_and_several_inputs_reach_the_model():
 def test_a_closed_trainer_leaves_no_threads():
     fit("zero(4, level=3)")
     assert list_rank_threads() == []
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)"])
+def test_epochs_of_one_fit_each_give_the_bits_of_one_fit_of_all(strategy):
+    """So a loop may stop early: the schedule and the order of samples continue, and an evaluation changes nothing."""
+    schedule = partial(optim.lr_scheduler.StepLR, step_size=3, gamma=0.5)
+    whole, parts = batch_norm_mlp(), batch_norm_mlp()
+    with make_trainer(strategy, whole, lr_scheduler=schedule, batch_norm="deferred") as trainer:
+        expected = trainer.fit(dataset(), batch_size=12, epochs=3).losses
+    with make_trainer(strategy, parts, lr_scheduler=schedule, batch_norm="deferred") as trainer:
+        found = []
+        for _ in range(3):
+            found += trainer.fit(dataset(), batch_size=12).losses
+            trainer.evaluate(dataset())
+    assert found == expected
+    assert equal_bits(state_of(parts), state_of(whole))

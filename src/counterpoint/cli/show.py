@@ -38,6 +38,7 @@ from counterpoint.simulator.simulate import simulate
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.viz.ascii_timeline import abbreviate_program, draw_ascii_timeline
 from counterpoint.viz.svg_timeline import draw_timeline
+from counterpoint.world.topology import format_count
 
 MAX_RANKS = 2048
 """With more ranks, verifying and drawing would take minutes, and show nothing new."""
@@ -255,7 +256,7 @@ def format_heading(compiled: CompiledPlan) -> str:
         f"plan          {plan}" + "".join(f" + {name}" for name in plan.passes),
         f"ranks         {plan.num_ranks} ({plan.mesh.describe()})",
         f"microbatches  {plan.num_microbatches}, {plan.global_num_microbatches} in the global batch",
-        f"model         {compiled.model.num_blocks} blocks with {size} of parameters",
+        f"model         {format_count(compiled.model.num_blocks, 'block')} with {size} of parameters",
         *(f"codec         {line}" for line in describe_codecs(compiled)),
     ]
     if len(compiled.step_variants) > 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor, nn, optim
 
+from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.data.batch_form import as_inputs, split_targets
 from counterpoint.data.sampler import split_batch
 from counterpoint.errors import DataError, PlanError
@@ -491,6 +492,11 @@ class TrainStep:
             local_ranks.use_plan(local_ranks.plan.with_microbatches_for(count, min_samples=min_samples))
 
     @property
+    def compiled(self) -> CompiledPlan | None:
+        """The plan with its program and model, as ``Trainer.compiled``; None before the first step."""
+        return self.local_ranks.compiled
+
+    @property
     def optimizer(self) -> optim.Optimizer:
         """The optimizer whose options are used; change them, or put a scheduler on it."""
         return self.local_ranks.optimizer_spec.optimizer
@@ -717,6 +723,8 @@ class TrainStep:
         def __getattr__(self, name: str) -> NoReturn:
             """Report an attribute that does not exist, with the present name of one that was renamed."""
             hint = renamed_hint(name, RENAMED_METHODS)
+            if name == "module":
+                hint = "; the model is the one that was passed, and step.export_weights() gives it its trained weights"
             if name in PARTS_OF_STEP:
                 hint = (
                     "; a call of the step runs forward, backward and update, which ranks do in one program: write what "
