@@ -110,6 +110,11 @@ def test_the_key_is_in_no_text_and_no_command(name, tmp_path):
 
 
 REFUSED = [
+    (
+        "ssh",
+        PLAIN,
+        "there is no launcher .ssh.; .*; for ssh, torchrun with --host-names a,b --dry-run prints the command of each host",
+    ),
     ("spork", PLAIN, "there is no launcher 'spork'; give one of local, torchrun, mpi, slurm, ray, kubernetes"),
     (
         "slurm",

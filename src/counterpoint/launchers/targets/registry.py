@@ -113,7 +113,12 @@ def find_target(name: str) -> LaunchTarget:
         LaunchError: it does not exist.
     """
     if name not in TARGETS:
-        raise LaunchError(f"there is no launcher {name!r}; give one of {', '.join(TARGETS)}")
+        hint = (
+            "; for ssh, torchrun with --host-names a,b --dry-run prints the command of each host"
+            if name == "ssh"
+            else ""
+        )
+        raise LaunchError(f"there is no launcher {name!r}; give one of {', '.join(TARGETS)}{hint}")
     return TARGETS[name]
 
 
