@@ -54,12 +54,14 @@ class Training:
         plan: without its passes.
         passes: of the plan.
         options: of training.
+        sends_32_bits: whether all-reduces do so for 16-bit floats, as between hosts.
     """
 
     name: str
     plan: str
     passes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    sends_32_bits: bool = False
 
     def __call__(self):
         plan = replace(Plan.parse(self.plan), passes=self.passes)
@@ -67,6 +69,8 @@ class Training:
         spec = OptimizerSpec(make_optimizer(self.name, self.plan), dict(model.named_parameters()))
         options, losses = TrainingOptions(**self.options), []
         with LocalWorld(plan.num_ranks) as world:
+            for fabric in world.fabrics:
+                fabric.all_reduces_in_16_bits = lambda *_: not self.sends_32_bits
             ranks = LocalRanks(world, plan, model, F.cross_entropy, spec, options, StandInAccelerator())
             for number, batch in enumerate(itertools.islice(batches(self.name), 3)):
                 source = SlicedBatch(batch, tuple(split_batch(len(batch[1]), plan.global_num_microbatches)))
@@ -199,8 +203,12 @@ NEEDED_BY: Mapping[str, Exercise] = {
     "device/event_clock.py:EventClock.read synchronize[0]": read_clock,
     "device/pending_scalars.py:PendingScalars.read wait[0]": read_scalars,
     "fabric/cast_reductions.py:CastReduction.wait wait[0]": Training("mlp", "zero(2, level=3)", ("overlap",), NARROW),
-    "fabric/cast_reductions.py:CastReduction.wait wait[1]": Training("mlp", "data(4)", ("overlap",), NARROW),
-    "fabric/cast_reductions.py:CastPairReduction.wait wait[0]": Training("mlp", "data(2, compress=fp16)"),
+    "fabric/cast_reductions.py:CastReduction.wait wait[1]": Training(
+        "mlp", "data(4)", ("overlap",), NARROW, sends_32_bits=True
+    ),
+    "fabric/cast_reductions.py:CastPairReduction.wait wait[0]": Training(
+        "mlp", "data(2, compress=fp16)", sends_32_bits=True
+    ),
     "fabric/fabric.py:Work.completes_within wait[0]": partial(on_two_ranks, wait_for_a_while),
     "fabric/fabric.py:Fabric.barrier wait[0]": lambda: on_two_ranks(partial(pass_a_barrier, passed=[])),
     "fabric/local.py:LocalFabric.wait_until wait[0]": DATA,

@@ -6,11 +6,16 @@
     rank 1   whole  [ 1.01  2.02  3.03  4.04 ]  --cast-->  narrow   of narrow ranges    of the sums  --cast-->  whole
 
 Each rank adds up the narrow values of its range, in the order of the group and in 32 bits, and rounds the sum once to
-the narrow dtype, as every transport's reduce-scatter does. An all-reduce gathers these sums. Transports' own
-all-reduces would send 16-bit floats in 32 bits, to round their sum once.
+the narrow dtype, as every transport's reduce-scatter does. An all-reduce gathers these sums, where a transport's own
+would send 16-bit floats in 32 bits, to round their sum once (:meth:`Fabric.all_reduces_in_16_bits`). Two ranks then
+all-reduce by one gather of both narrow tensors, which each of them adds up: as many bytes, and nothing is left to send
+when the result is waited for.
 
-Two ranks all-reduce by one gather of both narrow tensors, which each of them adds up: as many bytes, and nothing is
-left to send when the result is waited for.
+::
+
+    all-reduce                 ranks of one host       two ranks            more ranks
+    sent as 16 bits by         the transport's own     a gather of both     a reduce-scatter, then a gather
+    narrow memory, lengths     1                       2                    1
 """
 
 from __future__ import annotations
@@ -49,7 +54,8 @@ class CastReduction(Work):
         reduce_scatter.wait()
         if start_gather is not None:
             start_gather().wait()
-        target.copy_(narrow)
+        if target is not narrow:
+            target.copy_(narrow)
         self._pending = None
 
 
@@ -100,15 +106,17 @@ def start_cast_reduce_scatter(
 def start_cast_all_reduce(fabric: Fabric, label: str, whole: Tensor, narrow: Tensor, group: Group) -> Work:
     """Start to replace a flat tensor, on every member, by the sum of the members' narrow tensors.
 
-    All members wait for the works of a group in the same order: with more than two, the wait gathers the sums.
+    All members wait for the works of a group in the same order: the wait may gather the sums.
 
     Args:
         fabric: this rank's connection to the members.
         label: name of the tensor.
         whole: flat and contiguous.
-        narrow: what is sent of it, in a narrower dtype; it may be overwritten.
+        narrow: what is sent of it, in a narrower dtype, or the tensor itself; it may be overwritten.
         group: the members.
     """
+    if fabric.all_reduces_in_16_bits(narrow, group):
+        return CastReduction(fabric.all_reduce(label, narrow, group), None, whole, narrow)
     if len(group) == 2:
         both, position, size = narrow.new_empty(2 * len(narrow)), group.index(fabric.rank), len(narrow)
         both[position * size : (position + 1) * size] = narrow

@@ -22,8 +22,8 @@ Group: TypeAlias = tuple[int, ...]
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 """Reduction of a collective. ``mean`` is a sum that is scaled. NaN propagates, also in max and min.
 
-Sums of 16-bit floats are added up in 32 bits and rounded once; a reduce-scatter among hosts with several members each
-rounds the sum of each host, too.
+Sums of 16-bit floats are added up in 32 bits and rounded once; a reduce-scatter among hosts of which some have several
+members rounds the sum of each host, too.
 """
 
 
@@ -170,6 +170,16 @@ class Fabric(ABC):
     @abstractmethod
     def all_reduce(self, label: str, tensor: Tensor, group: Group, op: Reduction = "sum") -> Work:
         """Start to replace the tensor, on every member, by its reduction over the group."""
+
+    def all_reduces_in_16_bits(self, tensor: Tensor, group: Group) -> bool:
+        """Return whether an all-reduce of a tensor of 16-bit floats sends 16 bits for each, instead of 32.
+
+        Args:
+            tensor: one like those to be reduced.
+            group: the members, all of which get the same answer.
+        """
+        del tensor, group
+        return False
 
     @abstractmethod
     def reduce_scatter(

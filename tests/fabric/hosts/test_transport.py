@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(native().library is None, reason=f"no native part: {native().reason}"),
 ]
-UNEVEN, SWAPPED, LARGE = (0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1)
+UNEVEN, SWAPPED, LARGE, MIXED = (0, 0, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1, 2, 1, 0, 1)
 
 
 def everything(fabric):
@@ -27,11 +27,12 @@ def everything(fabric):
     length, result = bounds[-1], {}
     own = fabric.empty(length, torch.float32)
     own[:] = torch.arange(length) % 7 + rank
-    shares, joined, mean = own.clone(), own.clone(), own.clone().view(2, -1).T
+    shares, summed, joined, mean = own.clone(), own.clone(), own.clone(), own.clone().view(2, -1).T
     cast, largest = torch.full((3, 2), rank), (torch.arange(5) * (-1) ** rank + rank).double()
     works = [
         fabric.all_reduce("sum", own, group),
         fabric.reduce_scatter("shares", shares, bounds, group, "mean"),
+        fabric.reduce_scatter("summed", summed, bounds, group),
         fabric.all_gather("joined", joined, bounds, group),
         fabric.all_reduce("mean", mean, group, "mean"),
         *(fabric.broadcast(f"cast{root}", cast[index], group, root) for index, root in enumerate((0, *group[-2:]))),
@@ -39,7 +40,7 @@ def everything(fabric):
     ]
     for work in works:
         work.wait()
-    result["parts"] = shares[bounds[rank] : bounds[rank + 1]].tolist()
+    result["parts"] = [whole[bounds[rank] : bounds[rank + 1]].tolist() for whole in (shares, summed)]
     result["wholes"] = [own.tolist(), joined.tolist(), mean.tolist(), cast.tolist(), largest.tolist()]
     counts = [[1 + (i + j) % 3 for j in group] for i in group]
     received, work = fabric.all_to_all("tokens", torch.full((sum(counts[rank]),), rank), counts, group)
@@ -48,7 +49,7 @@ def everything(fabric):
 
 
 @pytest.mark.long(quick=["hosts0"])
-@pytest.mark.parametrize("hosts", [UNEVEN, SWAPPED, LARGE])
+@pytest.mark.parametrize("hosts", [UNEVEN, SWAPPED, LARGE, MIXED])
 def test_every_collective_gives_what_it_gives_in_one_process(hosts):
     ours, expected = (run_scenario(everything, len(hosts)) for run_scenario in (partial(on_hosts, hosts), on_local))
     assert ours == expected
@@ -199,24 +200,32 @@ def count_sum(dtype, fabric):
     group, whole = tuple(range(fabric.num_ranks)), draw(fabric.rank)
     fabric.connect_groups([group])
     inter = fabric._routes[group].inter
-    inter.gloo = counting = CountingConnection(inter.gloo)
+    counters = {id(gloo): CountingConnection(gloo) for gloo in (inter.gloo, inter.ranges) if gloo is not None}
+    inter.gloo, inter.ranges = counters.get(id(inter.gloo)), counters[id(inter.ranges)]
     if dtype is None:
         fabric.all_reduce("sum", whole, group).wait()
     else:
         start_cast_all_reduce(fabric, "sum", whole, whole.to(dtype), group).wait()
-    return whole.tolist(), counting.num_bytes
+    return whole.tolist(), sum(counter.num_bytes for counter in counters.values())
 
 
-@pytest.mark.long(quick=["bfloat16"])
+def bytes_of_hosts(hosts, counted):
+    return [sum(count for at, (_, count) in zip(hosts, counted, strict=True) if at == host) for host in (0, 1)]
+
+
+@pytest.mark.long(quick=["bfloat16-hosts1"])
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), LARGE, (0, 1, 1, 0, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_sums_in_16_bits_halve_what_hosts_send_and_round_the_sum_of_each_host(dtype):
-    """They were sent as 32 bits: three quarters of the bytes of float32."""
-    wide, narrow = (on_hosts((0, 0, 1, 1), partial(count_sum, one), 4) for one in (None, dtype))
-    numbers = [draw(rank).to(dtype).float() for rank in range(4)]
-    of_hosts = [(first + second).to(dtype).float() for first, second in (numbers[:2], numbers[2:])]
-    assert [num_bytes for _, num_bytes in wide] == [4000 * 4 // 2] * 4
-    assert [num_bytes for _, num_bytes in narrow] == [4000 * 2 // 2] * 4
-    assert [whole for whole, _ in narrow] == [sum(of_hosts).to(dtype).float().tolist()] * 4
+def test_sums_in_16_bits_halve_what_hosts_send_and_round_the_sum_of_each_host(dtype, hosts):
+    """They were sent as 32 bits, and once by each rank where hosts have different numbers of ranks."""
+    count = len(hosts)
+    wide, narrow = (on_hosts(hosts, partial(count_sum, one), count) for one in (None, dtype))
+    numbers = [draw(rank).to(dtype).float() for rank in range(count)]
+    of_hosts = [[number for at, number in zip(hosts, numbers, strict=True) if at == host] for host in (0, 1)]
+    rounded = [sum(own[1:], start=own[0]).to(dtype).float() for own in of_hosts]
+    assert bytes_of_hosts(hosts, wide) == [4000 * 4] * 2
+    assert bytes_of_hosts(hosts, narrow) == [4000 * 2] * 2
+    assert [whole for whole, _ in narrow] == [sum(rounded).to(dtype).float().tolist()] * count
 
 
 def average_large(fabric):

@@ -35,7 +35,6 @@ from counterpoint.fabric.gloo.ops import (
     ScratchLease,
     ScratchPool,
     as_bytes,
-    gloo_all_gather,
     gloo_all_reduce,
     gloo_all_to_all,
     gloo_broadcast,
@@ -253,70 +252,103 @@ def all_reduce(
 def reduce_scatter(
     operation: CollectiveSignature, whole: Tensor, op: Reduction, intra: IntraHost, inter: InterHost
 ) -> list[StartStage]:
-    """Return the stages: reduce-scatter within hosts, exchange between members of equal local index (uniform hosts).
+    """Return the stages: reduce-scatter within hosts, then an exchange in which each host sends each range once.
 
     What hosts exchange has the dtype of the tensor, so that a 16-bit sum is rounded twice: that of a host before it is
-    sent, and that of all hosts.
+    sent, and that of all hosts. A mean is one of means, and needs equally many members on all hosts.
     """
-    layout = inter.layout
-    slabs = layout.host_major(operation.bounds)
-    index = layout.group.index(layout.local_members[layout.local_index])
-    own_range = whole[operation.bounds[index] : operation.bounds[index + 1]]
-    reordered = intra.empty(whole)
+    layout, exchange = inter.layout, RangeExchange(inter, operation.bounds)
+    start, stop = exchange.range_of(layout.rank)
+    own_range, reordered = whole[start:stop], intra.empty(whole)
     scratch = ScratchLease(inter.scratch_pool)
     parts = scratch.empty(len(layout.hosts) * len(own_range), own_range.dtype).view(len(layout.hosts), -1)
 
     def reduce_scatter_slabs() -> StartedStage | None:
-        for (start, stop), at in zip(slabs.ranges, slabs.offsets, strict=False):
-            reordered[at : at + stop - start] = whole[start:stop]
-        return intra.start(IN, CollectiveKind.REDUCE_SCATTER, operation, reordered, slabs.bounds)
+        for (low, high), at in zip(exchange.slabs.ranges, exchange.slabs.offsets, strict=False):
+            reordered[at : at + high - low] = whole[low:high]
+        return intra.start(IN, CollectiveKind.REDUCE_SCATTER, operation, reordered, exchange.slabs.bounds)
 
     def exchange_ranges() -> StartedStage | None:
-        slab_ranges = slabs.slab_ranges(layout.local_index)
-        slab = reordered[slab_ranges[0][0] : slab_ranges[-1][1]]
-        sizes = [(stop - start) * whole.element_size() for start, stop in slab_ranges]
-        inputs = torch.split(as_bytes(slab), sizes)
-        outputs = [as_bytes(part) for part in parts]
-        return NetworkStage(
-            *gloo_all_to_all(
-                require_connection(inter.gloo), outputs, inputs, max(sizes), ScratchLease(inter.scratch_pool)
-            )
-        )
+        sent = [
+            exchange.slab_range(reordered, member) if member in exchange.targets else reordered[:0]
+            for member in layout.neighbors
+        ]
+        host_of, nothing = exchange.sources, own_range[:0]
+        received = [parts[host_of[member]] if member in host_of else nothing for member in layout.neighbors]
+        return exchange.start(received, sent)
 
     def finish() -> None:
-        own_range.copy_(reduce_in_order(list(parts), op))  # a mean of means, of equally many members each
+        own_range.copy_(reduce_in_order(list(parts), op))
         scratch.clear()
 
     return [reduce_scatter_slabs, exchange_ranges, finish]
 
 
 def all_gather(operation: CollectiveSignature, whole: Tensor, intra: IntraHost, inter: InterHost) -> list[StartStage]:
-    """Return the stages: exchange between members of equal local index, all-gather within hosts (uniform hosts)."""
-    layout = inter.layout
-    slabs = layout.host_major(operation.bounds)
-    index = layout.group.index(layout.local_members[layout.local_index])
+    """Return the stages: an exchange in which each host receives each range once, all-gather within hosts."""
+    layout, exchange = inter.layout, RangeExchange(inter, operation.bounds)
     reordered = intra.empty(whole)
 
     def exchange_ranges() -> StartedStage | None:
-        slab_ranges = slabs.slab_ranges(layout.local_index)
-        start, stop = slab_ranges[layout.host_index]
-        reordered[start:stop] = whole[operation.bounds[index] : operation.bounds[index + 1]]
-        sizes = [(b - a) * whole.element_size() for a, b in slab_ranges]
-        slab = as_bytes(reordered[slab_ranges[0][0] : slab_ranges[-1][1]])
-        if not len(slab):
-            return None
-        return NetworkStage(
-            *gloo_all_gather(require_connection(inter.gloo), slab, sizes, ScratchLease(inter.scratch_pool))
-        )
+        own_range = exchange.slab_range(reordered, layout.rank)
+        start, stop = exchange.range_of(layout.rank)
+        own_range.copy_(whole[start:stop])
+        sent = [own_range if member in exchange.sources else own_range[:0] for member in layout.neighbors]
+        received = [
+            exchange.slab_range(reordered, member) if member in exchange.targets else own_range[:0]
+            for member in layout.neighbors
+        ]
+        return exchange.start(received, sent)
 
     def all_gather_slabs() -> StartedStage | None:
-        return intra.start(OUT, CollectiveKind.ALL_GATHER, operation, reordered, slabs.bounds)
+        return intra.start(OUT, CollectiveKind.ALL_GATHER, operation, reordered, exchange.slabs.bounds)
 
     def finish() -> None:
-        for (start, stop), at in zip(slabs.ranges, slabs.offsets, strict=False):
-            whole[start:stop] = reordered[at : at + stop - start]
+        for (low, high), at in zip(exchange.slabs.ranges, exchange.slabs.offsets, strict=False):
+            whole[low:high] = reordered[at : at + high - low]
 
     return [noop_stage, exchange_ranges, all_gather_slabs, finish]
+
+
+class RangeExchange:
+    """An exchange of members' ranges between hosts, among the neighbors of one member.
+
+    Args:
+        inter: their connection.
+        bounds: of the ranges of all members.
+
+    Attributes:
+        slabs: where the ranges are on this host.
+        targets: the members whose ranges this one exchanges for its host, and itself.
+        sources: for this member's range the one of each host that exchanges it, and the number of the host.
+    """
+
+    def __init__(self, inter: InterHost, bounds: Sequence[int]) -> None:
+        self._inter, self._bounds, layout = inter, bounds, inter.layout
+        self.slabs = layout.slabs(bounds)
+        self.targets = layout.slab_members(layout.local_index)
+        own_host = layout.host_index
+        self.sources = {
+            layout.rank if number == own_host else host[layout.part]: number for number, host in enumerate(layout.hosts)
+        }
+
+    def range_of(self, member: int) -> tuple[int, int]:
+        """Return the start and end of a member's range in the whole."""
+        index = self._inter.layout.group.index(member)
+        return self._bounds[index], self._bounds[index + 1]
+
+    def slab_range(self, reordered: Tensor, member: int) -> Tensor:
+        """Return the view of a member's range in a tensor in the order of the slabs."""
+        start, stop = self.slabs.place_of(member)
+        return reordered[start:stop]
+
+    def start(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> StartedStage:
+        """Start to exchange one tensor with each neighbor."""
+        ranges = [self.range_of(member) for member in self._inter.layout.neighbors]
+        max_bytes = max(stop - start for start, stop in ranges) * sent[0].element_size()
+        scratch = ScratchLease(self._inter.scratch_pool)
+        outputs, inputs = list(map(as_bytes, received)), list(map(as_bytes, sent))
+        return NetworkStage(*gloo_all_to_all(self._inter.ranges, outputs, inputs, max_bytes, scratch))
 
 
 def broadcast(operation: CollectiveSignature, whole: Tensor, intra: IntraHost, inter: InterHost) -> list[StartStage]:
@@ -353,12 +385,16 @@ class InterHost:
     Args:
         layout: placement of the group.
         gloo: their connection; None if this member owns no part.
+        ranges: the connection of the member's neighbors, on uniform hosts the same.
         scratch_pool: memory for their exchanges.
     """
 
-    def __init__(self, layout: HostLayout, gloo: GlooProcessGroup | None, scratch_pool: ScratchPool) -> None:
+    def __init__(
+        self, layout: HostLayout, gloo: GlooProcessGroup | None, ranges: GlooProcessGroup, scratch_pool: ScratchPool
+    ) -> None:
         self.layout = layout
         self.gloo = gloo
+        self.ranges = ranges
         self.scratch_pool = scratch_pool
 
 

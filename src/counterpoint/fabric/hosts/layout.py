@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
 
 from counterpoint.fabric.collectives.algorithms import group_by_host
 from counterpoint.fabric.fabric import Group
@@ -37,9 +37,24 @@ class HostLayout:
         return min(map(len, self.hosts))
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all hosts have the same number of members."""
-        return len({len(host) for host in self.hosts}) == 1
+    def rank(self) -> int:
+        """This member."""
+        return self.local_members[self.local_index]
+
+    @property
+    def part(self) -> int:
+        """The part that this member owns; for members beyond the smallest host one that others own."""
+        return self.local_index % self.num_parts
+
+    @property
+    def neighbors(self) -> Group:
+        """The members with the same :attr:`part`, host by host: the owner first, who sends the host's values to others.
+
+        Example:
+            >>> HostLayout((0, 1, 2, 3, 4), ((0, 1, 2), (3, 4)), host_index=1, local_index=0).neighbors
+            (0, 2, 3)
+        """
+        return tuple(member for host in self.hosts for member in host[self.part :: self.num_parts])
 
     @property
     def part_owners(self) -> Group:
@@ -56,42 +71,51 @@ class HostLayout:
         edges = [length * part // self.num_parts for part in range(self.num_parts + 1)]
         return edges + [length] * (len(self.local_members) - self.num_parts)
 
-    def host_major(self, bounds: Sequence[int]) -> HostMajorLayout:
-        """Return an order of the members' ranges in which those of equal local index are adjacent (uniform hosts)."""
-        order = [self.group.index(host[place]) for place in range(self.num_parts) for host in self.hosts]
-        sizes = [bounds[index + 1] - bounds[index] for index in order]
-        return HostMajorLayout(
-            tuple((bounds[i], bounds[i + 1]) for i in order), (0, *accumulate(sizes)), len(self.hosts)
-        )
+    def slab_members(self, place: int) -> Group:
+        """Return those whose ranges the local member of this index exchanges with other hosts, and itself."""
+        own = (self.local_members[place],)
+        if place >= self.num_parts:
+            return own
+        parts = [host[place :: self.num_parts] for host in self.hosts]
+        return tuple(chain(*parts[: self.host_index], own, *parts[self.host_index + 1 :]))
+
+    def slabs(self, bounds: Sequence[int]) -> SlabLayout:
+        """Return an order of the members' ranges in which those of each of :meth:`slab_members` are adjacent."""
+        slabs = list(map(self.slab_members, range(len(self.local_members))))
+        members = tuple(chain(*slabs))
+        ranges = tuple((bounds[index], bounds[index + 1]) for index in map(self.group.index, members))
+        offsets = (0, *accumulate(stop - start for start, stop in ranges))
+        edges = (0, *accumulate(map(len, slabs)))
+        return SlabLayout(members, ranges, offsets, tuple(offsets[edge] for edge in edges))
 
 
 @dataclass(frozen=True, slots=True)
-class HostMajorLayout:
-    """The ranges of a flat tensor, reordered: one slab per local index, and in it one range per host.
+class SlabLayout:
+    """The ranges of a flat tensor, reordered on one host: one slab for each of its members.
 
-    ::
+    A slab has the member's own range, and those of the members of other hosts that it exchanges values with, on behalf
+    of its host. Every range is in one slab, but those of the other local members are in theirs only::
 
-        two hosts of two, ranks 0 1 | 2 3:   r0 r1 r2 r3   ->   slab 0: r0 r2   slab 1: r1 r3
+        hosts            slabs of the first host         slabs of the second host
+        0 1   | 2 3      r0 r2     r1 r3                 r0 r2        r1 r3
+        0 1 2 | 3 4      r0 r3     r1 r4     r2          r0 r2 r3     r1 r4
 
     Args:
-        ranges: start and end of each range in the tensor, in the new order.
-        offsets: where each starts in the new order, and the end.
-        num_hosts: ranges per slab.
+        members: whose range stands at each place.
+        ranges: its start and end in the tensor.
+        offsets: where it starts in the new order, and the end.
+        bounds: where each slab starts in the new order, and the end.
     """
 
+    members: Group
     ranges: tuple[tuple[int, int], ...]
     offsets: tuple[int, ...]
-    num_hosts: int
+    bounds: tuple[int, ...]
 
-    @property
-    def bounds(self) -> list[int]:
-        """Where each slab starts, and the end."""
-        return list(self.offsets[:: self.num_hosts])
-
-    def slab_ranges(self, local_index: int) -> list[tuple[int, int]]:
-        """Return the ranges of one slab in the new order, by host."""
-        first = local_index * self.num_hosts
-        return list(pairwise(self.offsets[first : first + self.num_hosts + 1]))
+    def place_of(self, member: int) -> tuple[int, int]:
+        """Return the start and end of a member's range in the new order."""
+        place = self.members.index(member)
+        return self.offsets[place], self.offsets[place + 1]
 
 
 def host_layout(group: Group, hosts: Sequence[int], rank: int) -> HostLayout:

@@ -97,8 +97,9 @@ class HierarchicalFabric(Fabric):
     Cost:
         each host sends as much as one rank of a flat collective: an all-reduce of ``n`` bytes over ``H`` hosts sends
         ``2 n (H-1) / H`` per host, however many ranks it has. An all-reduce sends 16-bit values as 32-bit ones and
-        rounds their sum once; a reduce-scatter sends them as they are, and rounds each host's sum, too. Waiting for
-        messages from local and remote ranks at once polls the local ones at least every 4 ms.
+        rounds their sum once; a reduce-scatter sends them as they are, and rounds each host's sum, too. A mean that is
+        scattered over hosts with different numbers of members is flat. Waiting for messages from local and remote ranks
+        at once polls the local ones at least every 4 ms.
 
     Args:
         shm: the ranks of this host; None for a rank that shares memory with none.
@@ -190,11 +191,15 @@ class HierarchicalFabric(Fabric):
 
         return self._start(operation, stages, None if whole is target else lambda: target.copy_(whole))
 
+    def all_reduces_in_16_bits(self, tensor: Tensor, group: Group) -> bool:
+        """Return whether all members are on this host."""
+        return self._shared_fabric(group).all_reduces_in_16_bits(tensor, group)
+
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
     ) -> Work:
-        """Start a reduce-scatter, hierarchical if all hosts have equally many members."""
-        fabric = self._single_level_fabric(group, must_be_uniform=True)
+        """Start a reduce-scatter in two stages; a mean over hosts with different numbers of members is flat."""
+        fabric = self._single_level_fabric(group, must_be_uniform=op == "mean")
         if fabric is not None:
             return fabric.reduce_scatter(label, whole, bounds, group, op)
         operation, flat = ranges_signature(f"reduce_scatter {op}", label, whole, bounds, group), whole.detach()
@@ -209,8 +214,8 @@ class HierarchicalFabric(Fabric):
         return self._shared_fabric(group).all_to_all(label, whole, counts, group)
 
     def all_gather(self, label: str, whole: Tensor, bounds: Sequence[int], group: Group) -> Work:
-        """Start an all-gather, hierarchical if all hosts have equally many members."""
-        fabric = self._single_level_fabric(group, must_be_uniform=True)
+        """Start an all-gather in two stages."""
+        fabric = self._single_level_fabric(group)
         if fabric is not None:
             return fabric.all_gather(label, whole, bounds, group)
         operation, flat = ranges_signature("all_gather", label, whole, bounds, group), whole.detach()
@@ -273,7 +278,7 @@ class HierarchicalFabric(Fabric):
 
         Args:
             group: the members.
-            must_be_uniform: a hierarchical one needs equally many members on all hosts.
+            must_be_uniform: whether a hierarchical one needs equally many members on all hosts.
         """
         fabric = self._shared_fabric(group)
         sizes = [0] * self.num_ranks
@@ -302,15 +307,13 @@ class HierarchicalFabric(Fabric):
             layout = host_layout(group, self._hosts, self.rank)
             intra = IntraHost(self._shm, layout)
             intra.open()
-            part_owners = layout.part_owners
-            gloo = (
-                self._gloo.connection(f"part {layout.local_index} of {'.'.join(map(str, group))}", part_owners)
-                if part_owners
-                else None
-            )
-            self._routes[group] = GroupRoutes(
-                layout, intra, InterHost(layout, gloo, self._gloo.scratch_pool), StageQueue()
-            )
+            part_owners, neighbors = layout.part_owners, layout.neighbors
+            name = f"{layout.part} of {'.'.join(map(str, group))}"
+            gloo = self._gloo.connection(f"part {name}", part_owners) if part_owners else None
+            ranges = gloo if part_owners == neighbors else self._gloo.connection(f"ranges {name}", neighbors)
+            assert ranges is not None, "a member without a part has neighbors"
+            inter = InterHost(layout, gloo, ranges, self._gloo.scratch_pool)
+            self._routes[group] = GroupRoutes(layout, intra, inter, StageQueue())
         return self._routes[group]
 
     def _advance(self) -> bool:

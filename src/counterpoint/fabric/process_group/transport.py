@@ -206,6 +206,10 @@ class ProcessGroupFabric(ProcessFabric):
                     tensor.device,
                 )
 
+    def all_reduces_in_16_bits(self, tensor: Tensor, group: Group) -> bool:
+        """Return what the fabric of host memory does with tensors that it takes."""
+        return self._route(tensor) == "host" and self._host.all_reduces_in_16_bits(tensor, group)
+
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
     ) -> Work:

@@ -290,7 +290,7 @@ class FlatGrads(GradStorage):
     def start_range_reduce(self, fabric: Fabric, instruction: Collective, label: str, part: Tensor, start: int) -> Work:
         """Start to reduce a part of the flat gradient that begins at element ``start``, in the reduce dtype.
 
-        An all-reduce of 16 bits is one of a cast, too: between hosts a transport's own would send 32 bits.
+        An all-reduce of 16 bits is one of a cast, too: a transport's own may send 32 bits.
         """
         group, dtype = instruction.group, self.layout.reduce_dtype or part.dtype
         narrow = part.to(dtype) if dtype in LOW_PRECISION else None  # the part itself, if held in this dtype
