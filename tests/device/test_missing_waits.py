@@ -70,7 +70,7 @@ class Training:
         options, losses = TrainingOptions(**self.options), []
         with LocalWorld(plan.num_ranks) as world:
             for fabric in world.fabrics:
-                fabric.all_reduces_in_16_bits = lambda *_: not self.sends_32_bits
+                cast("Any", fabric).all_reduces_in_16_bits = lambda *_: not self.sends_32_bits
             ranks = LocalRanks(world, plan, model, F.cross_entropy, spec, options, StandInAccelerator())
             for number, batch in enumerate(itertools.islice(batches(self.name), 3)):
                 source = SlicedBatch(batch, tuple(split_batch(len(batch[1]), plan.global_num_microbatches)))

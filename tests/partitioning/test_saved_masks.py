@@ -51,3 +51,11 @@ def test_options_are_those_of_the_mode():
     assert inductor_options("max-autotune-no-cudagraphs").keys() > inductor_options(None).keys()
     with pytest.raises(RuntimeError, match="Unrecognized mode=fast"):
         inductor_options("fast")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(None, False), ("max-autotune-no-cudagraphs", False), ("reduce-overhead", True), ("max-autotune", True)],
+)
+def test_cuda_graphs_are_used_in_the_modes_that_have_them(mode, expected):
+    assert inductor_options(mode).get("triton.cudagraphs", False) == expected

@@ -78,7 +78,7 @@ def run_compiled(function, x, step, num_draws, first=0):
     rng.begin_microbatch(step, 0, SampleRange(first, len(x), 8))
     mode = CompiledMode(write_draws(rng.list_draws(rng.sites_of(None))))
     output = function(mode, x)
-    mode.require_complete("microbatch 0", is_whole=True)
+    mode.require_complete()
     return output
 
 

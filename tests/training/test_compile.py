@@ -368,14 +368,135 @@ def test_an_lstm_that_torch_cannot_differentiate_in_a_graph_is_refused(dtype):
     assert run(nn.GRU, "aot_eager")
 
 
-def take_loss(output, targets):
-    return output
+class TokenModel(nn.Module):
+    """A model that returns its own mean over the tokens that count, and also another number in between.
+
+    Args:
+        loss: from logits and labels.
+        weights: of the tokens in the loss; None for 1.
+    """
+
+    def __init__(self, loss, weights=None):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11))
+        self.loss = loss
+        self.register_buffer("weights", weights)
+
+    def forward(self, tokens, labels):
+        logits = self.layers(tokens)
+        return {"logits": logits, "loss": self.loss(logits.flatten(0, 1), labels.flatten(), self.weights)}
 
 
-def test_a_mean_inside_a_graph_is_refused_where_a_batch_is_divided():
-    assert run_steps(make_seeded(partial(OwnLoss, 8, 4)), "solo", loss=take_loss, compile=COUNTED)
-    with pytest.raises(cp.DataError, match=r"computes a mean over class indices .* inside of a graph of compile="):
-        run_steps(make_seeded(partial(OwnLoss, 8, 4)), "data(2)", loss=take_loss, compile=COUNTED)
+def make_token_model(loss):
+    weights = torch.rand(11, generator=torch.Generator().manual_seed(1)) if loss is F.nll_loss else None
+    return make_seeded(partial(TokenModel, loss, weights))
+
+
+def make_module(logits, labels, _):
+    """Compute it as most models of transformers do, by a module that each forward makes."""
+    criterion = nn.CrossEntropyLoss(ignore_index=-1)
+    return criterion(logits, labels.where(labels >= 0, -1))
+
+
+def own_loss(output, _):
+    return output["loss"]
+
+
+def token_batches():
+    """Every sample has another number of tokens that count, and two of a batch have none."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3):
+        tokens = torch.randint(11, (4, 6), generator=generator)
+        labels = tokens.where(torch.arange(6) < torch.tensor([[5], [0], [2], [step]]), -100)
+        yield (tokens, labels), labels
+
+
+def train_tokens(plan, loss, **options):
+    model = make_token_model(loss)
+    losses = run_steps(model, plan, token_batches(), own_loss, **options)
+    return losses, state_of(model)
+
+
+@pytest.mark.long(quick=["data(2)-make_module", "pipeline(2)-cross_entropy"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss, make_module], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "plan", ["solo", "data(2)", "zero(2)", "zero(2, level=3)", "pipeline(2)", "pipeline(2) * data(2)"]
+)
+def test_a_mean_over_tokens_that_the_model_computes_is_that_of_the_whole_batch(plan, loss):
+    """It was refused, and a loss module that the forward makes was silently averaged over samples."""
+    expected = train_tokens("solo", loss)
+    for parts in ("segments", "blocks") if plan != "solo" else ("segments",):
+        actual = train_tokens(plan, loss, compile=f"{parts}(backend=aot_eager)")
+        assert largest_difference(actual, expected) <= 1e-12
+
+
+@pytest.mark.long
+def test_inductor_computes_the_mean_of_the_whole_batch():
+    actual = train_tokens("data(2)", make_module, compile="segments")
+    assert largest_difference(actual, train_tokens("solo", make_module)) <= 1e-12
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)"])
+def test_a_batch_without_a_target_that_counts_has_the_loss_of_an_eager_one(plan):
+    tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(0))
+    data = [((tokens, torch.full_like(tokens, -100)), tokens)]
+    eager, compiled = (
+        run_steps(make_token_model(make_module), plan, data, own_loss, nonfinite="skip", **options)
+        for options in ({}, {"compile": COUNTED})
+    )
+    assert str(compiled) == str(eager)
+
+
+def test_means_add_no_graph_after_the_first_step(counter):
+    counts = []
+    model = make_token_model(make_module)
+    with cp.parallelize(
+        model, optim.SGD(model.parameters(), lr=0.1), own_loss, strategy="data(2)", compile=COUNTED
+    ) as step:
+        for inputs, labels in token_batches():
+            step(inputs, labels)
+            counts.append(counter.num_graphs)
+    assert counts == [1, 1, 1]
+
+
+class MeanBefore(nn.Module):
+    """A model whose loss is computed from a mean of its first layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def forward(self, x):
+        mean = F.cross_entropy(self.before(x), x.argmax(-1))
+        return self.after(x * mean).mean()
+
+
+def test_a_mean_before_the_last_graph_is_refused_where_a_batch_is_divided():
+    with pytest.raises(
+        cp.DataError, match=r"inside of a graph of compile= that is not its last one, so that its output"
+    ):
+        run_steps(
+            make_seeded(MeanBefore),
+            "pipeline(2)",
+            loss=lambda output, _: output,
+            compile=COUNTED,
+            cross_sample="accept",
+        )
+
+
+@pytest.mark.long(quick=["data(2)-True"])
+@pytest.mark.parametrize(
+    ("plan", "stays"),
+    [("solo", True), ("data(2)", True), ("pipeline(2)", True), ("zero(2)", True), ("zero(2, level=3)", False)],
+)
+def test_a_graph_has_one_shape_and_reads_weights_where_they_are(plan, stays, counter):
+    """A CUDA graph depends on both; weights that ranks gather are elsewhere in the next step."""
+    model = make_seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    data = [(torch.randn(size, 4).double(), torch.randint(4, (size,))) for size in (8, 8, 4, 8)]
+    run_steps(model, plan, data, compile="segments(backend=static)")
+    assert counter.num_other_shapes == 0
+    assert counter.num_calls > counter.num_graphs > 0
+    assert all(len(addresses) == 1 for addresses in counter.addresses.values()) == stays
 
 
 def test_too_many_shapes_are_refused():

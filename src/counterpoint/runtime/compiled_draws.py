@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -109,24 +110,58 @@ def read_draw(draws: Tensor, number: int, shape: Sequence[int]) -> Draw:
     )
 
 
+@register_once
+def trace_loss_modules() -> None:
+    """Let function modes inside graphs see what ``nn.CrossEntropyLoss()`` computes that a forward makes.
+
+    Torch's compiler writes such a module into the graph as a call of ``F.cross_entropy`` by itself, past the modes,
+    although it traces all others. Without a mode it still does.
+    """
+    from torch._dynamo.variables import LambdaVariable, UserDefinedClassVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    traced: Any = UserDefinedClassVariable
+    write_call = traced._call_cross_entropy_loss  # noqa: SLF001 - the only place where it can be changed
+
+    def trace_call(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of the compiler
+        if not tx.symbolic_torch_function_state.in_torch_function_mode():
+            return write_call(self, tx, args, kwargs)
+        function = VariableTracker.build(tx, F.cross_entropy)
+        options = {**dict(zip(CROSS_ENTROPY_OPTIONS, args, strict=False)), **kwargs}
+        return LambdaVariable(lambda input, target: function.call_function(tx, [input, target], options))  # noqa: A006
+
+    traced._call_cross_entropy_loss = trace_call  # noqa: SLF001 - as above
+
+
+CROSS_ENTROPY_OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+"""Arguments of ``nn.CrossEntropyLoss``, in order."""
+
+
 class CompiledMode(TorchFunctionMode):
     """Function mode inside a graph of ``torch.compile``: functions that draw become operators of the graph.
 
-    It also notes whether the graph computes a mean over class indices, as models do that compute their loss themselves,
-    and lets the backwards of large linear layers write the gradients of their weights.
+    Means over class indices, as models compute that return their own loss, leave the graph together with the weights of
+    their targets. The backwards of large linear layers write the gradients of their weights.
 
     Args:
         draws: of :func:`write_draws`, an input of the graph; None for a forward that does not draw from here.
         handle: of :class:`CompiledSinks`, likewise; None to return all gradients from the graph.
+        is_whole: whether the samples are all of a batch.
+
+    Attributes:
+        means: over class indices, each with its weight and its number of targets, for
+            :meth:`ReductionRecorder.add_found`.
     """
 
-    def __init__(self, draws: Tensor | None = None, handle: Tensor | None = None) -> None:
+    def __init__(self, draws: Tensor | None = None, handle: Tensor | None = None, *, is_whole: bool = False) -> None:
         super().__init__()
+        trace_loss_modules()
         self.draws, self.operators = draws, draw_operators()
         self.handle, self.linear = handle, linear_operators().linear
         self.number = 0  # of draws
         self.num_linears = 0  # whose weight gradients are written
-        self.has_mean = False  # over class indices
+        self.is_whole = is_whole
+        self.means: list[tuple[Tensor, Tensor, int]] = []
 
     def __call__(self, path: str) -> None:
         """Do nothing: seeds are no part of a graph."""
@@ -141,8 +176,11 @@ class CompiledMode(TorchFunctionMode):
     ) -> Any:  # noqa: ANN401 - whatever the function returns
         """Call the function or its replacement."""
         options = kwargs or {}
-        if func in PARSERS:
-            self.has_mean = self.has_mean or PARSERS[func](func, *args, **options) is not None
+        index_loss = PARSERS[func](func, *args, **options) if func in PARSERS else None
+        if index_loss is not None:
+            mean, weight = index_loss.reduce(is_whole=self.is_whole)
+            self.means.append((mean, weight, index_loss.target.numel()))
+            return mean
         if func in COMPOSITES:
             return self.call(COMPOSITES[func], *args, **options)
         if func is checkpoint:
@@ -184,15 +222,11 @@ class CompiledMode(TorchFunctionMode):
         result: Tensor = self.operators.words(self.draws, self.next_number(), list(shape), device, per_entry)
         return result
 
-    def require_complete(self, what: str, *, is_whole: bool) -> None:
-        """Check that a graph that was called has all draws, and no mean whose weight has to be known.
-
-        Args:
-            what: the samples, for the error.
-            is_whole: whether they are all samples of a batch.
+    def require_complete(self) -> None:
+        """Check that a graph that was called has all draws.
 
         Raises:
-            DataError: it has fewer draws, or such a mean.
+            DataError: it has fewer.
         """
         if self.draws is not None and self.number != len(self.draws):
             raise DataError(
@@ -200,10 +234,4 @@ class CompiledMode(TorchFunctionMode):
                 "batch; draw in every forward what that of the first batch drew, and with torch.rand(x.shape) instead "
                 "of rand_like, randn_like, randint_like and torch.normal, which torch.compile does not let be "
                 "replaced, or drop compile="
-            )
-        if self.has_mean and not is_whole:
-            raise DataError(
-                f"the model computes a mean over class indices (F.cross_entropy, F.nll_loss) inside of a graph of "
-                f"compile=, which does not say how many targets of {what} count; return the logits and compute it in "
-                "loss=, or drop compile="
             )

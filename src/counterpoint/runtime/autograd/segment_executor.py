@@ -137,6 +137,11 @@ CHANGED_COPIES = (
     "the loss changes its targets in place ({what}), as a plain loop would see, but accumulated batches, and those in "
     "flight in an asynchronous pipeline, are copies; change a copy, as by targets * 0.9 instead of targets.mul_(0.9)"
 )
+INNER_MEAN = (
+    "the model computes a mean over class indices (F.cross_entropy, F.nll_loss) of {what} inside of a graph of "
+    "compile= that is not its last one, so that its output is no such mean, and the losses of microbatches do not add "
+    "up; return the mean itself, or the logits and compute it in loss="
+)
 
 
 class SegmentExecutor:
@@ -412,7 +417,7 @@ class SegmentExecutor:
         recorder = ReductionRecorder(is_whole=is_whole) if stop == self.model.num_blocks else None
         try:
             if segment.is_compiled:
-                outputs = self.run_compiled(block, leaves, micro, weights, buffers or self.store.buffers)
+                outputs = self.run_compiled(block, leaves, micro, weights, buffers or self.store.buffers, recorder)
             else:
                 with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
                     outputs = segment(leaves, weights, buffers or self.store.buffers, seed, self.shapes_of(micro))
@@ -432,19 +437,24 @@ class SegmentExecutor:
         micro: int,
         weights: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
+        recorder: ReductionRecorder | None,
     ) -> tuple[Tensor, ...]:
-        """Run the compiled parts of one segment; random numbers are an input of their graphs."""
+        """Run the compiled parts of one segment; random numbers are an input, weights of means an output of graphs."""
         segment = self.by_first[block][1]
         outputs: tuple[Tensor, ...] = ()
         values = dict(zip(segment.inputs, leaves, strict=False))  # a whole model may have more leaves
         is_whole = self.model.gathers_outputs or micro in self.loss_factors.is_whole
         for part, sites in self.compiled_parts[block]:
             draws = write_draws(self.rng.list_draws(sites)) if self.model.uses_rng else None
-            mode = CompiledMode(draws, self.make_sinks_handle(part))
+            mode = CompiledMode(draws, self.make_sinks_handle(part), is_whole=is_whole)
             inputs = [values[index] for index in part.inputs] if segment.parts else leaves
             with self.autocast(micro):
                 outputs = part(inputs, weights, buffers, mode, self.shapes_of(micro))
-            mode.require_complete(f"microbatch {self.step_and_micro(micro)[1]}", is_whole=is_whole)
+            mode.require_complete()
+            if recorder is not None:
+                recorder.add_found(mode.means)
+            elif mode.means and not is_whole:
+                raise DataError(INNER_MEAN.format(what=f"microbatch {self.step_and_micro(micro)[1]}"))
             values.update(zip(part.outputs, outputs, strict=bool(part.outputs)))
         return tuple(values[index] for index in segment.outputs) or outputs
 

@@ -145,15 +145,33 @@ class IndexLoss(NamedTuple):
     ignore_index: int
     compute_sum: Callable[[], Tensor]
 
-    def total_weight(self) -> Tensor | float:
-        """Return the sum of the weights of the targets that count."""
+    def add_weights(self) -> Tensor:
+        """Return the sum of the weights of the targets that count, as int64 or float64."""
         is_counted = self.target != self.ignore_index
         if self.class_weights is None:
-            weight = torch.count_nonzero(is_counted)
-        else:
-            indices = self.target.where(is_counted, 0)
-            weight = (self.class_weights.detach()[indices].double() * is_counted).sum()
-        return float(weight) if weight.device.type == "cpu" else weight.double()
+            return torch.count_nonzero(is_counted)
+        indices = self.target.where(is_counted, 0)
+        return (self.class_weights.detach()[indices].double() * is_counted).sum()
+
+    def total_weight(self) -> Tensor | float:
+        """Return the sum of the weights of the targets that count; a number, if that needs no wait."""
+        return read_weight(self.add_weights())
+
+    def reduce(self, *, is_whole: bool) -> tuple[Tensor, Tensor]:
+        """Return the mean and :meth:`add_weights` inside of a graph, where no value can be looked at.
+
+        Args:
+            is_whole: whether these are all samples of a batch, so that the mean is torch's nan if no target counts, and
+                not 0.
+        """
+        total, weight = self.compute_sum(), self.add_weights()
+        divisor = weight if is_whole else weight.clamp(min=torch.finfo(torch.float32).tiny)
+        return total / divisor.to(total.dtype), weight
+
+
+def read_weight(weight: Tensor) -> Tensor | float:
+    """Return the weight of a mean as a number; as a tensor from a device, which is not waited for."""
+    return float(weight) if weight.device.type == "cpu" else weight.double()
 
 
 def parse_function(  # noqa: PLR0913 - torch's signature
@@ -234,6 +252,10 @@ class ReductionRecorder:
             return mean
         self.found.append(MeanReduction(mean, weight, index_loss.target.numel()))
         return mean
+
+    def add_found(self, means: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+        """Record means that a graph has computed: each with its weight and its number of targets."""
+        self.found.extend(MeanReduction(mean, read_weight(weight), count) for mean, weight, count in means)
 
     def find_mean(self, loss: Tensor) -> tuple[Tensor, Tensor | float | None]:
         """Return a loss, which is 0 if it is one of these means and no target counts, and its weight if it is one."""
