@@ -447,6 +447,21 @@ def test_a_batch_without_a_target_that_counts_has_the_loss_of_an_eager_one(plan)
     assert str(compiled) == str(eager)
 
 
+@pytest.mark.long(quick=["fp16-data(2)"])
+@pytest.mark.parametrize("plan", ["data(2)", "pipeline(2)"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_mean_that_is_cast_to_the_output_dtype_is_still_the_mean_of_the_batch(plan, precision):
+    """It was refused also without compile=; a graph in fp16 would have divided by 0 where no token counts."""
+
+    def train_narrow(plan, **options):
+        model, data = make_token_model(make_module).float(), token_batches()
+        return run_steps(model, plan, data, lambda output, _: output["loss"].float(), precision=precision, **options)
+
+    eager, compiled = (train_narrow(plan, compile=name) for name in (None, "segments(backend=aot_eager)"))
+    assert compiled == pytest.approx(eager, rel=1e-2)
+    assert eager == pytest.approx(train_narrow("solo"), rel=2e-2)
+
+
 def test_means_add_no_graph_after_the_first_step(counter):
     counts = []
     model = make_token_model(make_module)

@@ -25,7 +25,7 @@ from counterpoint.runtime.kernels.compiled_linear import is_large_linear, linear
 from counterpoint.runtime.kernels.function_mode import TorchFunction
 from counterpoint.runtime.kernels.graph_operators import define_operator, register_once
 from counterpoint.runtime.kernels.weight_grad import LINEAR_FNS
-from counterpoint.runtime.loss.loss_reduction import PARSERS
+from counterpoint.runtime.loss.loss_reduction import CASTS, PARSERS
 from counterpoint.runtime.rng.random_functions import COMPOSITES, IMPLEMENTATIONS
 from counterpoint.runtime.rng.sample_rng import Draw, SampleRange
 
@@ -181,6 +181,8 @@ class CompiledMode(TorchFunctionMode):
             mean, weight = index_loss.reduce(is_whole=self.is_whole)
             self.means.append((mean, weight, index_loss.target.numel()))
             return mean
+        if func in CASTS and self.means:
+            return self.cast(func, args, options)
         if func in COMPOSITES:
             return self.call(COMPOSITES[func], *args, **options)
         if func is checkpoint:
@@ -202,6 +204,14 @@ class CompiledMode(TorchFunctionMode):
         """Call a function that draws itself, from :meth:`__torch_function__`, inside of which the mode is off."""
         with self:
             return body(*args, **kwargs)
+
+    def cast(self, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
+        """Cast a tensor, and note the result if it is the cast of a mean."""
+        result = func(*args, **kwargs)
+        for mean, weight, num_targets in tuple(self.means):
+            if mean is args[0] and result is not mean:
+                self.means.append((result, weight, num_targets))
+        return result
 
     def next_number(self) -> int:
         """Count a draw; return its number."""

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.errors import DataError
+from counterpoint.fabric.reductions import LOW_PRECISION
 from counterpoint.runtime.kernels.cross_entropy import fused_cross_entropy
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, InterceptFunctions, TorchFunction
 
@@ -137,13 +138,13 @@ class IndexLoss(NamedTuple):
         target: class indices.
         class_weights: of each class; None for 1.
         ignore_index: of the targets that do not count.
-        compute_sum: computes the sum instead of the mean.
+        compute_sum: computes the sum instead of the mean, in a given dtype or that of torch.
     """
 
     target: Tensor
     class_weights: Tensor | None
     ignore_index: int
-    compute_sum: Callable[[], Tensor]
+    compute_sum: Callable[..., Tensor]
 
     def add_weights(self) -> Tensor:
         """Return the sum of the weights of the targets that count, as int64 or float64."""
@@ -165,8 +166,11 @@ class IndexLoss(NamedTuple):
                 not 0.
         """
         total, weight = self.compute_sum(), self.add_weights()
+        dtype = total.dtype
+        if dtype in LOW_PRECISION:  # in which the sum may be too large, and the weight, too
+            total = self.compute_sum(dtype=torch.float32)
         divisor = weight if is_whole else weight.clamp(min=torch.finfo(torch.float32).tiny)
-        return total / divisor.to(total.dtype), weight
+        return (total / divisor.to(total.dtype)).to(dtype), weight
 
 
 def read_weight(weight: Tensor) -> Tensor | float:
@@ -183,12 +187,14 @@ def parse_function(  # noqa: PLR0913 - torch's signature
     ignore_index: int = -100,
     reduce: bool | None = None,  # noqa: FBT001 - torch's signature
     reduction: str = "mean",
-    **smoothing: float,
+    **smoothing: Any,  # noqa: ANN401 - of the function
 ) -> IndexLoss | None:
     """Parse a call of ``F.cross_entropy`` or ``F.nll_loss``; return None if it is no mean over class indices."""
     if reduction != "mean" or size_average is False or reduce is False or target.is_floating_point():
         return None
-    compute_sum = partial(func, input, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing)
+    compute_sum = partial(
+        compute_in, func, input, target, weight, ignore_index=ignore_index, reduction="sum", **smoothing
+    )
     return IndexLoss(target, weight, ignore_index, compute_sum)
 
 
@@ -200,13 +206,29 @@ def parse_operation(
     reduction: int = MEAN,
     ignore_index: int = -100,
     *smoothing: float,
-    **more: float,
+    **more: Any,  # noqa: ANN401 - of the operation
 ) -> IndexLoss | None:
     """Parse a call of the operation that a trace has for them; return None if it is no mean over class indices."""
     if reduction != MEAN or target.is_floating_point():
         return None
-    compute_sum = partial(func, input, target, weight, SUM, ignore_index, *smoothing, **more)
+    compute_sum = partial(compute_in, func, input, target, weight, SUM, ignore_index, *smoothing, **more)
     return IndexLoss(target, weight, ignore_index, compute_sum)
+
+
+def compute_in(
+    func: TorchFunction,
+    input: Tensor,  # noqa: A002 - torch's signature
+    target: Tensor,
+    weight: Tensor | None,
+    *args: Any,  # noqa: ANN401 - of the function
+    dtype: torch.dtype | None = None,
+    **options: Any,  # noqa: ANN401 - of the function
+) -> Tensor:
+    """Call a loss function on logits and class weights in another dtype; None for theirs."""
+    if dtype is not None:
+        input, weight = input.to(dtype), None if weight is None else weight.to(dtype)  # noqa: A001 - torch's name
+    result: Tensor = func(input, target, weight, *args, **options)
+    return result
 
 
 PARSERS: Mapping[TorchFunction, Callable[..., IndexLoss | None]] = {
@@ -218,6 +240,12 @@ PARSERS: Mapping[TorchFunction, Callable[..., IndexLoss | None]] = {
     torch.ops.aten.nll_loss2d.default: parse_operation,
 }
 """Torch's losses that divide by the weights of class indices, and how to parse their arguments."""
+
+
+CASTS: frozenset[TorchFunction] = frozenset(
+    {Tensor.to, Tensor.float, Tensor.double, torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default}  # noqa: SLF001 - as traces have it
+)
+"""What gives a mean in another dtype, such as the fp32 output of a model that computes in bf16."""
 
 
 class ReductionRecorder:
@@ -235,7 +263,7 @@ class ReductionRecorder:
     @property
     def replacements(self) -> Mapping[TorchFunction, FunctionReplacement]:
         """The functions that are recorded, for a function mode."""
-        return dict.fromkeys(PARSERS, self.call)
+        return {**dict.fromkeys(PARSERS, self.call), **dict.fromkeys(CASTS, self.cast)}
 
     def call(self, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Compute a loss, and record it if it is a mean over class indices."""
@@ -252,6 +280,15 @@ class ReductionRecorder:
             return mean
         self.found.append(MeanReduction(mean, weight, index_loss.target.numel()))
         return mean
+
+    def cast(self, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """Cast a tensor, and record the result if it is the cast of a recorded mean."""
+        result = func(*args, **kwargs)
+        found = next((reduction for reduction in self.found if reduction.mean is args[0]), None)
+        if found is not None and result is not args[0]:
+            zero = None if found.zero is None else func(found.zero, *args[1:], **kwargs)
+            self.found.append(found._replace(mean=result, zero=zero))
+        return result
 
     def add_found(self, means: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         """Record means that a graph has computed: each with its weight and its number of targets."""
