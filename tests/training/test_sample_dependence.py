@@ -588,3 +588,33 @@ def test_rounding_in_the_narrowest_dtype_of_the_parameters_is_no_dependence():
     sgd = optim.SGD(model.parameters(), lr=0.1)
     with cp.parallelize(model, sgd, F.mse_loss, strategy="data(2)") as step:
         assert step(x, torch.zeros(12, 2, dtype=torch.float64)) > 0
+
+
+class LastState(nn.Module):
+    """A recurrent model, whose products torch rounds to bf16 in other places for other numbers of samples."""
+
+    def __init__(self, centers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer, self.head = nn.Embedding(19, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 19)
+        self.centers = centers
+
+    def forward(self, tokens):
+        state = self.layer(self.table(tokens))[0][:, -1]
+        return self.head(state - state.mean(0) if self.centers else state)
+
+
+@pytest.mark.parametrize("centers", [False, True])
+def test_rounding_in_a_narrower_precision_is_no_dependence(centers):
+    """A GRU was refused under precision=bf16: its outputs changed by less than a unit in the last place."""
+    model = LastState(centers)
+    tokens = torch.randint(19, (4, 8), generator=torch.Generator().manual_seed(3))
+    step = cp.parallelize(
+        model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, strategy="data(2)", precision="bf16"
+    )
+    with step:
+        if not centers:
+            assert step(tokens, torch.zeros(4, dtype=torch.int64)) > 0
+            return
+        with pytest.raises(PlanError, match="for a sample depends on the other samples of its batch"):
+            step(tokens, torch.zeros(4, dtype=torch.int64))
