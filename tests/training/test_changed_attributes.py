@@ -3,6 +3,7 @@
 import copy
 import os
 from contextvars import ContextVar, copy_context
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ class Configuration:
 
     def __init__(self):
         self.rate = 1.0
+        self.limits = SimpleNamespace(upper=SimpleNamespace(value=1.0))
 
 
 class Net(nn.Module):
@@ -141,6 +143,10 @@ def change_object(model):
     model.config.rate = 2.0
 
 
+def change_object_in_objects(model):
+    model.config.limits.upper.value = 2.0
+
+
 def replace_tensor(model):
     model.weights = model.weights * 2
 
@@ -205,6 +211,7 @@ def add_hook(model):
         (change_dict, r"options of the model was changed from \{'scale': 1.0\} to \{'scale': 2.0\}"),
         (change_list, r"factors of the model was changed from \[1.0\] to \[2.0\]"),
         (change_object, r"config.rate of the model was changed from 1.0 to 2.0"),
+        (change_object_in_objects, r"config.limits.upper.value of the model was changed from 1.0 to 2.0"),
         (replace_tensor, "weights of the model was changed to another value"),
         (add_hook, "first._forward_hooks of the model was changed from"),
     ],

@@ -1,7 +1,10 @@
 """Attributes that a forward changes: as in a plain loop where a forward sees each batch once, else refused."""
 
 import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,6 +41,32 @@ class Stateful(Counter):
             hidden = hidden + self.before
         self.before = hidden.detach()
         return self.second(hidden)
+
+
+@dataclass(slots=True)
+class Totals:
+    """An object in an object, without a ``__dict__``."""
+
+    sums: torch.Tensor = field(default_factory=lambda: torch.zeros(8))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    steps: int = 0
+
+
+class Nested(Counter):
+    """Computes with attributes of an attribute, and with a tensor and an array in them that it changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = SimpleNamespace(calls=0, by_name={"all": [Totals()]})
+
+    def forward(self, x):
+        totals = self.state.by_name["all"][0]
+        self.state.calls += 1
+        totals.steps += 1
+        totals.counts += 1
+        totals.sums += 0.1
+        factor = (self.state.calls + totals.steps + float(totals.counts[0])) / 12
+        return self.second(torch.tanh(self.first(x)) + totals.sums) * factor
 
 
 class Dropped(Counter):
@@ -92,15 +121,15 @@ def train(kind, plan, num_microbatches=None):
     return params_of(model)
 
 
-@pytest.mark.long(quick=["data(2)-Stateful", "zero1(2)-Stateful", "zero2(2)-Counter"])
-@pytest.mark.parametrize("kind", [Counter, Stateful])
+@pytest.mark.long(quick=["data(2)-Stateful", "zero1(2)-Stateful", "zero2(2)-Counter", "data(2)-Nested"])
+@pytest.mark.parametrize("kind", [Counter, Stateful, Nested])
 @pytest.mark.parametrize("plan", ["solo", "data(2)", "zero1(2)", "zero2(2)"])
 def test_runs_that_inspect_a_model_leave_its_attributes_as_they_are(kind, plan):
     assert max_difference(train(kind, plan), plain(kind)) < 1e-12
 
 
-@pytest.mark.long(quick=["data(2)-2-Counter", "pipeline(2)-4-Stateful", "tensor(2)-1-Counter"])
-@pytest.mark.parametrize("kind", [Counter, Stateful])
+@pytest.mark.long(quick=["data(2)-2-Counter", "pipeline(2)-4-Stateful", "tensor(2)-1-Counter", "solo-4-Nested"])
+@pytest.mark.parametrize("kind", [Counter, Stateful, Nested])
 @pytest.mark.parametrize(
     ("plan", "num_microbatches"), [("solo", 4), ("data(2)", 2), ("pipeline(2)", 4), ("tensor(2)", 1)]
 )
@@ -126,6 +155,44 @@ def test_python_s_generator_is_refused_in_a_trace_and_named_elsewhere():
         train(Dropped, "pipeline(2)", 2)
     with pytest.warns(UserWarning, match="come from a generator of Python or numpy, which are not keyed by sample"):
         train(Dropped, "data(2)")
+
+
+@pytest.mark.parametrize("plan", ["solo", "pipeline(2)", "zero3(2)", "tensor(2)"])
+def test_a_nested_counter_counts_the_forwards_of_training_only(plan):
+    """Runs that inspect the model before the first step were counted, too; a trace counts nothing."""
+
+    class Counted(Counter):
+        def forward(self, x):
+            self.state.calls += 1
+            return self.second(torch.tanh(self.first(x)))
+
+    model = build(Counted)
+    model.state = SimpleNamespace(calls=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan, num_microbatches=1) as step:
+        for batch in batches():
+            step(*batch)
+    assert model.state.calls == (4 if plan == "solo" else 0)
+
+
+def test_a_differentiable_value_in_an_object_is_refused_where_ranks_run_copies():
+    """A loss that reads it would see that of the user's own model, not those of the ranks."""
+
+    class Keeping(Counter):
+        def forward(self, x):
+            self.state.hidden = torch.tanh(self.first(x))
+            return self.second(self.state.hidden)
+
+    model = build(Keeping)
+    model.state = SimpleNamespace(hidden=None)
+
+    def loss(output, targets):
+        return F.cross_entropy(output, targets) + model.state.hidden.square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for plan in ("data(2)", "pipeline(2)"):
+        with pytest.raises(PlanError, match="keeps a differentiable value in its attribute state"):
+            cp.parallelize(model, optimizer, loss, strategy=plan)(*next(batches()))
 
 
 def test_attributes_are_restored_also_where_a_collection_was_changed():

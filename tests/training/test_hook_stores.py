@@ -4,6 +4,7 @@ import queue
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,36 @@ def test_hooks_keep_what_training_has_shown_them_and_no_more(plan, num_microbatc
             lists.clear()
             queue.clear()
     assert calls[0] == calls[1] == calls[2]
+
+
+class Averaging(Net):
+    """Averages what it sees in a tensor, and counts in an object of an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, counts = torch.zeros(8, dtype=torch.float64), SimpleNamespace(inner=SimpleNamespace(calls=0))
+        mean, self.counts = self.mean, counts
+
+        def average(_module, _inputs, output):
+            mean.lerp_(output.detach().mean(0), 0.1)
+            counts.inner.calls += 1
+
+        self.first.register_forward_hook(average)
+
+
+def test_tensors_and_nested_objects_of_hooks_are_those_of_a_plain_loop():
+    """Runs that inspect the model had changed them, too."""
+    model, expected = build_seeded(Averaging), build_seeded(Averaging)
+    with cp.parallelize(model, SGD, F.cross_entropy, strategy="solo", num_microbatches=1) as step:
+        for _ in range(3):
+            step(X, Y)
+    optimizer = SGD(expected.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(expected(X), Y).backward()
+        optimizer.step()
+    assert model.counts.inner.calls == 3
+    assert (model.mean - expected.mean).abs().max() < 1e-12
 
 
 class Decaying(Net):

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,25 @@ def test_an_optimizer_that_exists_keeps_its_parameters_and_no_state():
     assert not optimizer.state
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert {id(param) for param in model.parameters()} == {id(param) for param in optimizer.param_groups[0]["params"]}
+
+
+class Warming(nn.Module):
+    """Computes with a count in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.state = build(), SimpleNamespace(calls=0)
+
+    def forward(self, x):
+        self.state.calls += 1
+        return self.net(x) * self.state.calls
+
+
+def test_each_plan_begins_with_the_objects_of_a_model_as_they_were():
+    """A plan had gone on from the count that the plain loop before it had left."""
+    model = Warming()
+    assert report(model, strategies=["data(2)", "zero1(2)"]).all_equal
+    assert model.state.calls == 0
 
 
 def test_batch_norm_is_named_and_synchronizing_it_makes_replicas_equal():

@@ -7,6 +7,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
+from counterpoint.runtime.sample_independence import require_sample_independence
 
 
 class Layers(nn.Module):
@@ -238,6 +239,83 @@ def test_a_branch_that_no_side_of_the_first_batch_has_shown_is_refused_later(str
         step(x / 1000, targets)
         with pytest.raises(PlanError, match="depends on the other samples of its batch"):
             step(x, targets)
+
+
+class AddsToAll(Layers):
+    """Adds the mean of the samples with a large first value, of which small batches have none."""
+
+    def __init__(self, select):
+        super().__init__()
+        self.select = select
+
+    def forward(self, x):
+        hidden = self.first(x)
+        large = self.select(hidden, x[:, 0] > 2000)
+        return self.last(hidden + large.mean(0) if len(large) else hidden)
+
+
+SELECTIONS = {
+    "mask": lambda rows, mask: rows[mask],
+    "masked_select": lambda rows, mask: rows.masked_select(mask[:, None]).view(-1, 4),
+    "nonzero": lambda rows, mask: rows[mask.nonzero()[:, 0]],
+    "where": lambda rows, mask: rows[torch.where(mask)[0]],
+    "repeat_interleave": lambda rows, mask: rows.repeat_interleave(mask.long(), 0),
+}
+
+
+@pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS)
+def test_samples_that_later_batches_select_are_seen_as_a_branch(select):
+    """Only conditions and some functions counted as values that a forward reads, not a mask as an index."""
+    model, x, targets = AddsToAll(select), features(6, 4), torch.ones(6, 2)
+    large = x.clone()
+    large[4, 0] = 3000  # in the last microbatch
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, num_microbatches=2) as step:
+        step(x, targets)
+        with pytest.raises(PlanError, match="depends on the other samples of its batch"):
+            step(large, targets)
+
+
+class NearTie(Layers):
+    """Chooses a layer by a score that rounds otherwise for another number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.bound = nn.Linear(4, 2), 1e9
+        self.double()
+
+    def forward(self, x):
+        score = x.sum(1, keepdim=True) + x.abs().sum() * 0
+        is_large = score * (1 + len(x) * torch.finfo(x.dtype).eps) > self.bound
+        return torch.where(is_large, self.last(self.first(x)), 10 * self.other(x))
+
+
+def test_a_near_tie_that_rounding_turns_does_not_end_a_run():
+    """The later check had ended it: a half of the microbatch took another layer than the microbatch."""
+    model, x = NearTie(), features(6, 4).double().abs()
+    model.bound = float(x[0].sum()) * (1 + 2.0**-51)
+    halves, whole = model(x[:1]), model(x[:3])
+    assert (halves[0] - whole[0]).abs().max() > 0.1
+    for step_inputs in (x, x * 1.7):
+        assert require_sample_independence(model, (step_inputs[:3],), "solo", 2) is False
+
+
+@pytest.mark.parametrize("kind", [DividedByTheLargest, BranchOnTheSign])
+def test_a_difference_that_rounding_does_not_explain_is_refused_near_a_tie_too(kind):
+    """One that is no near tie changes by far less if weights and inputs are rounded otherwise."""
+    model, x = kind().double(), features(6, 4).double()
+    with pytest.raises(PlanError, match="depends on the other samples of its batch"):
+        require_sample_independence(model, (x,), "solo", 2)
+
+
+def test_a_warning_says_once_that_no_process_has_the_weights_to_check_later_batches():
+    model, x, targets = OtherInTraining(), features(6, 4), torch.ones(6, 2)
+    with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, num_microbatches=2) as step:
+        step(x, targets)
+        step.local_ranks.released_params.versions["first.weight"] = 0  # as in pipelines in several processes
+        with pytest.warns(UserWarning, match="reads values of tensors, and may branch .* no process has all weights"):
+            step(x, targets)
+        step.local_ranks.released_params.versions.clear()
+        assert not step.local_ranks.reads_values
 
 
 def test_values_that_change_no_side_are_read_in_every_step():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +20,7 @@ from counterpoint.device.select import accelerator_for
 from counterpoint.errors import DataError, PlanError
 from counterpoint.partitioning.hook_state import preserve_hook_stores
 from counterpoint.partitioning.own_generators import find_generators, preserve_generators
+from counterpoint.partitioning.stores import find_stores_in, is_store_changed, read_store, write_store
 
 Inputs: TypeAlias = Any
 """The inputs of a model: one tensor, a tuple of positional or a mapping of keyword arguments."""
@@ -411,13 +411,15 @@ def kept_value_hint(model: nn.Module, attribute: str) -> str:
 class ModuleAttributes:
     """The plain attributes of a model's modules at one moment, such as a counter that its forward increments.
 
+    What collections, objects, tensors and arrays in them have is kept, too.
+
     Args:
         model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.saved = [
-            (path, vars(module), _own_attributes(module), _copies_of_collections(module))
+            (path, vars(module), _own_attributes(module), _read_stores(module))
             for path, module in model.named_modules()
         ]
 
@@ -425,23 +427,24 @@ class ModuleAttributes:
         """Return the full names of the attributes that have other values, or that are new."""
         return [
             f"{path}.{name}".lstrip(".")
-            for path, attributes, values, copies in self.saved
+            for path, attributes, values, stores in self.saved
             for name, value in attributes.items()
             if name not in MODULE_ATTRIBUTES
             and (
-                value is not values.get(name, self) or (name in copies and not _is_same_collection(value, copies[name]))
+                value is not values.get(name, self)
+                or any(is_store_changed(store, copied) for store, copied in stores.get(name, ()))
             )
         ]
 
     def restore(self) -> None:
         """Give the attributes their values back."""
-        for _, attributes, values, copies in self.saved:
+        for _, attributes, values, stores in self.saved:
             for name in attributes.keys() - values.keys() - MODULE_ATTRIBUTES:
                 del attributes[name]
             attributes.update(values)
-            for name, contents in copies.items():
-                if not _is_same_collection(values[name], contents):
-                    _assign_contents(values[name], contents)
+            for store, copied in chain.from_iterable(stores.values()):
+                if is_store_changed(store, copied):
+                    write_store(store, copied)
 
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -452,24 +455,12 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
 
 
-def _copies_of_collections(module: nn.Module) -> dict[str, Any]:
+def _read_stores(module: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
+    """Return, by attribute, what can be written to in it, each with a copy of what it has."""
     return {
-        name: copy.copy(value) for name, value in _own_attributes(module).items() if type(value) in {list, dict, set}
+        name: [(store, read_store(store)) for store in find_stores_in(value, with_shared=False)]
+        for name, value in _own_attributes(module).items()
     }
-
-
-def _is_same_collection(value: Any, contents: Any) -> bool:  # noqa: ANN401 - a list, dict or set
-    """Tell whether a collection has the very same entries as another one; tensors are not compared by value."""
-    if len(value) != len(contents):
-        return False
-    if isinstance(value, dict):
-        return all(contents.get(key, contents) is entry for key, entry in value.items())
-    return value == contents if isinstance(value, set) else all(map(operator.is_, value, contents))
-
-
-def _assign_contents(target: Any, contents: Any) -> None:  # noqa: ANN401 - a list, dict or set
-    target.clear()
-    target.extend(contents) if isinstance(target, list) else target.update(contents)
 
 
 class KeptValues:
@@ -484,7 +475,8 @@ class KeptValues:
         attributes = _plain_attributes(model)
         self.before = {key: (value, _differentiable_leaves(value)) for key, value in attributes.items()}
         self.contents = {
-            key: copy.copy(value) for key, value in attributes.items() if isinstance(value, list | dict | set)
+            key: [(store, read_store(store)) for store in find_stores_in(value, with_shared=False)]
+            for key, value in attributes.items()
         }
         self.found: dict[tuple[str, str], Any] = {}
 
@@ -505,10 +497,11 @@ class KeptValues:
             module, first = self.model.get_submodule(path), self.before.get((path, name), (None, set()))[0]
             if (path, name) not in self.before:
                 vars(module).pop(name, None)
-            elif first is value and isinstance(value, list | dict | set):
-                _assign_contents(value, self.contents[path, name])
-            else:
+            elif first is not value:
                 setattr(module, name, first)
+            for store, copied in self.contents.get((path, name), ()):
+                if is_store_changed(store, copied):
+                    write_store(store, copied)
 
 
 def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -521,4 +514,6 @@ def _plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _differentiable_leaves(value: object) -> set[int]:
-    return {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    """Return the ``id`` of each differentiable tensor in a value, and in the objects and collections that it holds."""
+    stores = [read_store(one) for one in find_stores_in(value, with_shared=False) if not isinstance(one, Tensor)]
+    return {id(leaf) for leaf in tree_leaves([value, stores]) if isinstance(leaf, Tensor) and leaf.requires_grad}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -29,8 +28,10 @@ from counterpoint.partitioning.pytree import has_plain_entries
 from counterpoint.runtime.compiler_import import without_dynamo_import
 from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
+from counterpoint.runtime.output_errors import find_rounding, is_from_rounding, largest_error, run_model
 from counterpoint.runtime.rng.draw_sites import DrawRecorder, UnkeyedDrawDetector
 from counterpoint.runtime.rng.random_functions import random_functions
+from counterpoint.runtime.value_reads import ValueReadDetector
 
 
 def require_sample_independence(
@@ -74,7 +75,7 @@ def require_sample_independence(
     """
     if num_microbatches < 2 or any(map(uses_batch_statistics, model.modules())):
         return False
-    reads = HostReadDetector()
+    reads = ValueReadDetector()
     found = [
         _find_dependence(model, inputs, read_batch, reads, cuts_lists=cuts)
         or _find_dependence_on_number(model, inputs, num_microbatches, cuts_lists=cuts)
@@ -114,7 +115,7 @@ def _find_dependence(
     model: nn.Module,
     inputs: Inputs,
     read_batch: Callable[[], Inputs] | None,
-    reads: HostReadDetector,
+    reads: ValueReadDetector,
     *,
     cuts_lists: bool,
 ) -> Dependence | None:
@@ -132,7 +133,7 @@ def _find_dependence(
     with preserve_state(model, training=False):
         try:
             with reads:
-                outputs = _run_model(model, cut(0, batch_size))
+                outputs = run_model(model, cut(0, batch_size))
             found = _find_dependence_in_mode(model, cut, batch_size, outputs)
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             if num_samples(inputs) > 1 or read_batch is None:
@@ -142,7 +143,7 @@ def _find_dependence(
         return found
     with suppress(Exception), training_without_draws(model):  # training raises it again, with its location
         with reads:
-            trained = _run_model(model, cut(0, batch_size))
+            trained = run_model(model, cut(0, batch_size))
         is_other = len(trained) != len(outputs) or not all(map(torch.equal, trained, outputs))
         return _find_dependence_in_mode(model, cut, batch_size, trained) if is_other or reads.has_read else None
     return None
@@ -173,18 +174,20 @@ def _compare_with_repeated(
     if calls is CallsForNumber.SAME and not is_suspect and not _has_forward_hooks(model):
         return None
     with UnkeyedDrawDetector(draws):
-        one = _run_model(model, repeat_samples(inputs, size, 1, cuts_lists=cuts_lists))
+        one = run_model(model, repeat_samples(inputs, size, 1, cuts_lists=cuts_lists))
     is_too_large = _count_elements((inputs, one)) * num_microbatches > MAX_ELEMENTS
     if draws.unkeyed or (not is_suspect and (is_too_large or draws.draws)):  # constants may depend on the number, too
         return None
     whole, again = (
-        _run_model(model, repeat_samples(inputs, size, times, cuts_lists=cuts_lists)) for times in (num_microbatches, 1)
+        run_model(model, repeat_samples(inputs, size, times, cuts_lists=cuts_lists)) for times in (num_microbatches, 1)
     )
     rounding = find_rounding(model)
-    if _largest_error(again, one, range(size), size, rounding):
+    if largest_error(again, one, range(size), size, rounding):
         return None  # it depends on how often it was called, not on the number
-    error = _largest_error(whole, one, range(size), batch_size, rounding)
-    return Dependence(error, f"with the same samples repeated to {batch_size}") if error else None
+    error = largest_error(whole, one, range(size), batch_size, rounding)
+    if not error or is_from_rounding(model, repeat_samples(inputs, size, 1, cuts_lists=cuts_lists), one, error, size):
+        return None
+    return Dependence(error, f"with the same samples repeated to {batch_size}")
 
 
 MAX_ELEMENTS = 4_000_000
@@ -262,7 +265,7 @@ def _is_defined_by_torch(module: nn.Module) -> bool:
 def _runs(model: nn.Module, inputs: Inputs) -> bool:
     """Tell whether a model runs on some samples."""
     try:
-        _run_model(model, inputs)
+        run_model(model, inputs)
     except Exception:  # noqa: BLE001 - whatever it raises
         return False
     return True
@@ -327,22 +330,22 @@ def _find_dependence_in_mode(
     """
     half, draws = batch_size // 2, DrawRecorder()
     with UnkeyedDrawDetector(draws):  # the state of the generator does not tell, since calls of modules may set it
-        first = _run_model(model, cut(0, half))
-    again = _run_model(model, cut(0, batch_size))
+        first = run_model(model, cut(0, half))
+    again = run_model(model, cut(0, batch_size))
     if draws.unkeyed or not all(map(torch.equal, full, again)):  # the latter with a generator of Python or numpy
         return None
     rounding = find_rounding(model)
-    error = _largest_error(full, first, range(half), batch_size, rounding)
-    with suppress(Exception):  # a model need not take zeros in the place of a sample
-        error = error or _largest_error(
-            full, _run_model(model, cut(half, batch_size)), range(half, batch_size), batch_size, rounding
-        )
-    if error:
-        return Dependence(error, "without them")
+    for start, stop, part in ((0, half, first), (half, batch_size, None)):
+        with suppress(Exception):  # a model need not take zeros in the place of a sample
+            own = run_model(model, cut(start, stop)) if part is None else part
+            error = largest_error(full, own, range(start, stop), batch_size, rounding)
+            if error and not is_from_rounding(model, cut(start, stop), own, error, stop - start):
+                return Dependence(error, "without them")
     for factor in FACTORS:
         with suppress(Exception):  # a model need not take values that no batch has
-            multiples = _run_model(model, _add_multiples(cut(0, half), factor))
-            if error := _largest_error(multiples, first, range(half), 2 * half, rounding):
+            multiples = run_model(model, _add_multiples(cut(0, half), factor))
+            error = largest_error(multiples, first, range(half), 2 * half, rounding)
+            if error and not is_from_rounding(model, cut(0, half), first, error, half):
                 return Dependence(error, f"together with the same samples multiplied by {factor}")
     return None
 
@@ -367,43 +370,13 @@ def training_without_draws(model: nn.Module) -> Iterator[DrawRecorder]:
         yield draws
 
 
-class HostReadDetector(TorchFunctionMode):
-    """Finds whether Python code reads a value of a tensor, as a condition of an ``if`` does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_read = False
-
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401 - any function of torch
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function."""
-        self.has_read = self.has_read or func in HOST_READS
-        return func(*args, **(kwargs or {}))
-
-
-HOST_READS = frozenset(
-    {
-        Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy,
-        Tensor.__complex__, Tensor.__contains__, Tensor.__array__, Tensor.__format__, torch.equal, Tensor.equal,
-        torch.allclose, Tensor.allclose, torch.is_nonzero, Tensor.is_nonzero, torch.nonzero, Tensor.nonzero,
-        torch.argwhere, Tensor.argwhere, torch.masked_select, Tensor.masked_select, torch.unique, Tensor.unique,
-        torch.unique_consecutive, Tensor.unique_consecutive,
-    }
-)  # fmt: skip
-"""Functions that return values of tensors, or sizes that depend on them, to Python."""
-
-
 def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[], Inputs]) -> Dependence | None:
     """Return how the output of a single sample differs from that in the whole batch; None if one does not run."""
     with suppress(Exception):
-        one, batch = _run_model(model, sample), read_batch()
-        error = _largest_error(_run_model(model, batch), one, range(1), num_samples(batch), find_rounding(model))
-        return Dependence(error, "without them") if error else None
+        one, batch = run_model(model, sample), read_batch()
+        error = largest_error(run_model(model, batch), one, range(1), num_samples(batch), find_rounding(model))
+        if error and not is_from_rounding(model, sample, one, error, 1):
+            return Dependence(error, "without them")
     return None
 
 
@@ -544,7 +517,7 @@ def _compare_gradients(
 
     def differentiate(start: int, stop: int, scale: float = 1.0) -> list[Tensor | None]:
         """Return the gradients for some of the samples."""
-        outputs = _run_model(model, _resize_batch(inputs, start, stop, cuts_lists=True))
+        outputs = run_model(model, _resize_batch(inputs, start, stop, cuts_lists=True))
         rows = [one for one in outputs if one.requires_grad and one.shape[:1] == (stop - start,)]
         detector.find_functions(rows)
         if not rows or not detector.names:
@@ -593,7 +566,7 @@ def _compare_scalar_gradients(
         errors = gradient_errors(gradients, sums, detector.eps)
         return max(zip(params, errors, strict=True), key=lambda pair: pair[1])
 
-    runs = [_run_model(model, _resize_batch(inputs, *ends, cuts_lists=True)) for ends in bounds]
+    runs = [run_model(model, _resize_batch(inputs, *ends, cuts_lists=True)) for ends in bounds]
     for whole, *halves in zip(*runs, strict=True):
         if whole.dim() or not whole.requires_grad:
             continue
@@ -721,57 +694,3 @@ def _add_multiples(inputs: Inputs, factor: int) -> Inputs:
         return torch.cat([leaf, leaf * factor if leaf.is_floating_point() else leaf])
 
     return tree_map(add, inputs, is_leaf=has_plain_entries)
-
-
-def _run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
-    """Return the output tensors of the model, whose plain attributes are then as before."""
-    args, kwargs = split_call_args(inputs)
-    attributes = ModuleAttributes(model)
-    try:
-        return [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
-    finally:
-        attributes.restore()
-
-
-def find_rounding(model: nn.Module) -> float:
-    """Return the largest relative difference of outputs that is rounding in the narrowest dtype of the parameters.
-
-    Example:
-        >>> [f"{find_rounding(nn.Linear(2, 2, dtype=dtype)):.0e}" for dtype in (torch.float64, torch.float32)]
-        ['1e-14', '8e-06']
-    """
-    eps = max((torch.finfo(param.dtype).eps for param in model.parameters() if param.is_floating_point()), default=0.0)
-    return min(64 * eps, math.sqrt(eps))
-
-
-def _largest_error(
-    outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: range, batch_size: int, rounding: float
-) -> float:
-    """Return the largest difference between some rows of outputs and those of these samples alone.
-
-    Args:
-        outputs: of a batch.
-        parts: of some of its samples alone.
-        rows: these samples.
-        batch_size: samples of the batch.
-        rounding: the largest difference that is rounding inside of the model.
-    """
-    return max(
-        (
-            _relative_error(output.detach(), part.detach(), rows, rounding)
-            for output, part in zip(outputs, parts, strict=False)
-            if output.is_floating_point()
-            and output.shape[:1] == (batch_size,)
-            and part.shape == (len(rows), *output.shape[1:])
-        ),
-        default=0.0,
-    )
-
-
-def _relative_error(output: Tensor, part: Tensor, rows: range, rounding: float) -> float:
-    """Return the difference of these rows, relative to the largest value; 0 if it is rounding."""
-    if not part.numel():
-        return 0.0
-    largest = float(output.abs().max())
-    error = float((output[rows.start : rows.stop] - part).abs().max()) / (largest or 1.0)
-    return error if error > max(torch.finfo(output.dtype).eps ** 0.5, rounding) else 0.0

@@ -30,6 +30,7 @@ from counterpoint.partitioning.dry_run import (
     CallArgs,
     Inputs,
     KeptValues,
+    ModuleAttributes,
     kept_value_hint,
     preserve_state,
     raise_batch_norm_error,
@@ -278,7 +279,7 @@ def export_graph(
     created = CreatedParameters(model)
     open_calls: list[str] = []
     detector = CustomBackwardDetector(open_calls)
-    kept_values = KeptValues(model)
+    kept_values, attributes = KeptValues(model), ModuleAttributes(model)
     tracking = _track_calls(model, open_calls, detector, kept_values)
     hooks = preserve_hook_stores(model)
     with training_mode(model, training=training), hooks, tracking as stripped_types, silence_export(), detector:
@@ -299,6 +300,7 @@ def export_graph(
     created.require_none()
     detector.require_none(model)
     kept_values.restore()
+    attributes.restore()
     if kept_values.found:
         raise PlanError(
             f"the forward of {type(model).__name__} keeps a differentiable value in its attribute "

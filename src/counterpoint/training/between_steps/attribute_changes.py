@@ -198,11 +198,15 @@ def _plain_values(model: nn.Module) -> Iterator[WatchedValue]:
                 yield from _plain_parts(f"{path}.{key}".lstrip("."), value, " of the model")
 
 
-def _plain_parts(name: str, holder: object, where: str = "") -> Iterator[WatchedValue]:
-    """Yield the plain attributes of an object, such as a configuration, that is no module."""
+def _plain_parts(name: str, holder: object, where: str = "", depth: int = _MAX_DEPTH) -> Iterator[WatchedValue]:
+    """Yield the plain attributes of an object, such as a configuration, that is no module, and of objects in it."""
     for attribute, item in vars(holder).items():
-        if not attribute.startswith("_") and _is_plain(item):
+        if attribute.startswith("_"):
+            continue
+        if _is_plain(item):
             yield WatchedValue(f"{name}.{attribute}{where}", vars(holder), attribute, item)
+        elif depth and _has_attributes(item) and not isinstance(item, ModuleType):
+            yield from _plain_parts(f"{name}.{attribute}", item, where, depth - 1)
 
 
 def _has_attributes(value: object) -> bool:

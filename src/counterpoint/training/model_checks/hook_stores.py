@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
-from counterpoint.partitioning.hook_state import find_stores, read_store
+from counterpoint.partitioning.hook_state import find_stores
+from counterpoint.partitioning.stores import is_store_changed, read_store
 from counterpoint.partitioning.tracing.export_trace import WHOLE_MODEL_RULE
 from counterpoint.runtime.microbatches import copy_tensors
 from counterpoint.terminal_text import warn
@@ -51,18 +52,15 @@ def require_no_kept_outputs(
     ]
     if not stores:
         return
-    before = [_parts(read_store(store)) for _, store in stores]
-    known = {id(value) for values in before for value in values if isinstance(value, Tensor)}
+    before = [read_store(store) for _, store in stores]
+    known = {id(value) for store, values in zip(stores, before, strict=True) for value in _parts(store[1], values)}
 
     def find_kept() -> tuple[list[str], list[str]]:
         """Return the paths of modules whose hooks keep a differentiable value, and of those that keep any."""
-        after = [(path, _parts(read_store(store))) for path, store in stores]
-        new = [(path, value) for path, values in after for value in values if id(value) not in known]
-        kept = [path for path, value in new if isinstance(value, Tensor) and value.grad_fn is not None]
+        new = [(path, value) for path, store in stores for value in _parts(store, read_store(store))]
+        kept = [path for path, value in new if value.grad_fn is not None and id(value) not in known]
         changed = [
-            path
-            for (path, values), earlier in zip(after, before, strict=True)
-            if [*map(id, values)] != [*map(id, earlier)]
+            path for (path, store), values in zip(stores, before, strict=True) if is_store_changed(store, values)
         ]
         return kept, changed
 
@@ -102,6 +100,7 @@ def _run(model: nn.Module, inputs: Inputs, find_kept: Callable[[], Found]) -> Fo
         attributes.restore()
 
 
-def _parts(values: Any) -> list[Any]:  # noqa: ANN401 - as above
-    """Return what a store has, of collections what is in them."""
-    return tree_leaves([*values] if isinstance(values, set) else values)
+def _parts(store: Any, values: Any) -> list[Tensor]:  # noqa: ANN401 - as above
+    """Return the tensors that a store has; one that is a store itself, if a hook has made it differentiable."""
+    leaves = [store] if isinstance(store, Tensor) else tree_leaves([*values] if isinstance(values, set) else values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not (leaf is store and leaf.grad_fn is None)]

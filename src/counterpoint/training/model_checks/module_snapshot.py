@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from counterpoint.partitioning.stores import find_stores_in, is_store_changed, read_store, write_store
+
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _COPIED_TYPES = (bool, int, float, str, Tensor, list, dict, set, tuple, type(None))
 
@@ -17,7 +19,7 @@ class ModuleSnapshot:
     """Parameters, buffers and plain attributes of modules; the modules stay the same objects.
 
     Losses, hooks and optimizers that refer to the modules or their parameters keep doing so, which they would not with
-    copies of them. Attributes of other types than numbers, texts, tensors and collections are not copied.
+    copies of them. Objects in attributes stay the same, too, and get their own attributes back.
 
     Args:
         modules: those to restore, with all modules inside.
@@ -34,6 +36,13 @@ class ModuleSnapshot:
             (module, name, buffer, clone_of(buffer)) for module in unique for name, buffer in own_buffers(module)
         ]
         self._attributes = [(module, self._copy_attributes(vars(module))) for module in unique]
+        self._objects = [
+            (store, read_store(store))
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if not isinstance(value, _COPIED_TYPES)
+            for store in find_stores_in(value, with_shared=False)
+        ]
 
     def _copy_attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -59,6 +68,9 @@ class ModuleSnapshot:
             for name in vars(module).keys() - attributes.keys() - _MODULE_ATTRIBUTES:
                 del vars(module)[name]
             vars(module).update(self._copy_attributes(attributes))
+        for store, values in self._objects:
+            if is_store_changed(store, values):
+                write_store(store, values)
 
 
 def copy_value(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401 - whatever an attribute holds

@@ -66,6 +66,7 @@ from counterpoint.runtime.state_dict import (
     load_weights,
 )
 from counterpoint.strategies.buckets import BucketConfig
+from counterpoint.terminal_text import warn
 from counterpoint.training.agreement.device_facts import compare_devices
 from counterpoint.training.agreement.rank_facts import CallFacts
 from counterpoint.training.agreement.step_facts import submitted_parts
@@ -536,8 +537,9 @@ class LocalRanks:
         for step, own in find_batches(number, batch).items():
             self.copy_ahead(step, own)  # for all ranks, before the first one computes
         variant = self.variant_at(number)
-        check = self.model_loss_check  # which runs the model where a later batch has values that are new
-        keeps_weights = self.released_params.has_all and check is not None and check.found_own
+        check = self.model_loss_check
+        runs_later = self.reads_values or (check is not None and check.found_own)  # the model, to check later batches
+        keeps_weights = self.released_params.has_all and runs_later
 
         def work(fabric: Fabric) -> StepResult | LateResult | None:
             """Take the step on one rank; return its result, None if it has none."""
@@ -688,11 +690,27 @@ class LocalRanks:
         Raises:
             PlanError: one does.
         """
-        if not self.released_params.versions and (own := self.own_micros(batch)):
-            with without_stale_reads(), self.accelerator.as_current(), run_eagerly(self.model):
+        if self.released_params.versions:
+            self.warn_unchecked_branches()
+            return
+        with without_stale_reads(), self.accelerator.as_current(), run_eagerly(self.model):
+            for micro in self.own_micros(batch):
                 self.compiler.require_sample_independence(
-                    self.plan, self.accelerator.to_device(copy_tensors(batch.inputs(own[0])))
+                    self.plan, self.accelerator.to_device(copy_tensors(batch.inputs(micro)))
                 )
+
+    def warn_unchecked_branches(self) -> None:
+        """Warn once that later batches are not checked for branches, because no process has all weights."""
+        if self.world.fabrics[0].rank == 0:
+            warn(
+                f"the forward of {type(self.model).__name__} reads values of tensors, and may branch on them; under "
+                f"{self.plan} no process has all weights after the first step, so that only the first batch was "
+                "checked for a branch that several samples decide on together, such as if x.mean() > 0; let each "
+                "sample decide for itself, as with torch.where, or run some steps under data, which checks later "
+                "batches, too",
+                stacklevel=2,
+            )
+        self.reads_values = False
 
     def example_micro(self, batch: MicrobatchSource) -> int:
         """Return a microbatch that this process can read; one with samples, if it computes any."""

@@ -1,0 +1,167 @@
+"""What code of a user can write to besides parameters and buffers: collections, objects, tensors and arrays.
+
+Runs that only inspect a model leave these as they were. So each one is read before, and written again if it changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import suppress
+from queue import Queue, SimpleQueue
+from threading import Condition, Event, Lock, RLock, Thread
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+SHARED = (type(Lock()), type(RLock()), Condition, Event, Thread, Executor, SimpleQueue, Queue)
+"""What an object has that threads share: they may be about to change it while a model is inspected."""
+
+
+COLLECTIONS = (list, dict, set, deque)
+MAX_DEPTH = 3
+"""Of collections and objects in each other, such as the lists of a dict by layer that is an attribute."""
+MAX_ENTRIES = 10_000
+"""Of a collection inside of another value."""
+MAX_ELEMENTS = 4_000_000
+"""Of a tensor or an array, which is copied."""
+
+
+def find_stores_in(value: object, *, with_shared: bool = True) -> Iterator[Any]:
+    """Yield what can be written to in a value: itself, and collections, objects, tensors and arrays that it holds.
+
+    Args:
+        value: of any type.
+        with_shared: whether objects are among them that threads share, such as a ``queue.Queue``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> count = SimpleNamespace(calls=0)
+        >>> [type(store).__name__ for store in find_stores_in({"count": count, "total": torch.zeros(2)})]
+        ['dict', 'SimpleNamespace', 'Tensor']
+    """
+    yield from _find_stores(value, 0, set(), with_shared=with_shared)
+
+
+def _find_stores(value: object, depth: int, seen: set[int], *, with_shared: bool) -> Iterator[Any]:
+    if id(value) in seen or not _is_store(value, depth):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor | np.ndarray):
+        yield value
+        return
+    held = _held_values(value)
+    if not (with_shared or isinstance(value, COLLECTIONS)) and any(isinstance(one, SHARED) for one in (value, *held)):
+        return
+    if not isinstance(value, tuple):
+        yield value
+    for part in held:
+        if depth < MAX_DEPTH or isinstance(part, Tensor | np.ndarray):
+            yield from _find_stores(part, depth + 1, seen, with_shared=with_shared)
+
+
+def _is_store(value: object, depth: int) -> bool:
+    """Tell whether a value can be written to, or holds others that can."""
+    if isinstance(value, Tensor):
+        is_plain = value.layout is torch.strided and not (value.requires_grad or value.is_meta or value.is_nested)
+        return is_plain and value.numel() <= MAX_ELEMENTS
+    if isinstance(value, np.ndarray):
+        return value.size <= MAX_ELEMENTS
+    if isinstance(value, (*COLLECTIONS, tuple)):
+        return not depth or len(value) <= MAX_ENTRIES
+    if isinstance(value, type | FunctionType | ModuleType | nn.Module):
+        return False
+    is_library = type(value).__module__.partition(".")[0] in {"torch", "counterpoint", "numpy"}
+    return not (depth and is_library) and bool(hasattr(value, "__dict__") or _slots_of(value))
+
+
+def _slots_of(value: object) -> list[str]:
+    """Return the names of the attributes that an object has in slots, as a dataclass may."""
+    slots: list[str] = []
+    for kind in type(value).__mro__:
+        own = vars(kind).get("__slots__", ())
+        slots += [own] if isinstance(own, str) else own
+    return [name for name in slots if not name.startswith("__")]
+
+
+def _held_values(value: object) -> list[Any]:
+    """Return what a collection or an object holds."""
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if isinstance(value, (*COLLECTIONS, tuple)):
+        return [*value]
+    return [*_read_attributes(value).values()]
+
+
+def _read_attributes(value: object) -> dict[str, Any]:
+    in_slots = {name: getattr(value, name) for name in _slots_of(value) if hasattr(value, name)}
+    return in_slots | getattr(value, "__dict__", {})
+
+
+def read_store(store: Any) -> Any:  # noqa: ANN401 - whatever a user's code has
+    """Return a copy of what a store has."""
+    if isinstance(store, CellType):
+        try:
+            return store.cell_contents
+        except ValueError:  # empty
+            return None
+    if isinstance(store, dict):
+        return dict(store)
+    if isinstance(store, Tensor):
+        return store.detach().clone()
+    return copy.copy(store) if isinstance(store, (*COLLECTIONS, np.ndarray)) else _read_attributes(store)
+
+
+def is_store_changed(store: Any, values: Any) -> bool:  # noqa: ANN401 - as above
+    """Tell whether a store has other values than a copy; what is in a collection or an object is not looked into."""
+    if isinstance(store, Tensor):
+        is_alike = (store.shape, store.dtype) == (values.shape, values.dtype)
+        return not is_alike or store.requires_grad or not torch.equal(store.nan_to_num(), values.nan_to_num())
+    if isinstance(store, np.ndarray):
+        return bool(store.shape != values.shape or store.tobytes() != values.tobytes())
+    current = read_store(store)
+    if isinstance(store, CellType):
+        return current is not values
+    if isinstance(current, dict):
+        return [(key, id(value)) for key, value in current.items()] != [(key, id(one)) for key, one in values.items()]
+    return bool(current != values) if isinstance(store, set) else [*map(id, current)] != [*map(id, values)]
+
+
+def write_store(store: Any, values: Any) -> None:  # noqa: ANN401 - as above
+    """Give a store the values of a copy."""
+    if isinstance(store, CellType):
+        store.cell_contents = values
+    elif isinstance(store, list):
+        store[:] = values
+    elif isinstance(store, deque):
+        store.clear()
+        store.extend(values)
+    elif isinstance(store, dict | set):
+        store.clear()
+        store.update(values)
+    elif isinstance(store, Tensor):
+        store.detach().copy_(values)
+        with suppress(RuntimeError):  # of a view
+            store.detach_()
+    elif isinstance(store, np.ndarray):
+        np.copyto(store, values)
+    else:  # another thread may use the object
+        for name in _read_attributes(store).keys() - values.keys():
+            object.__delattr__(store, name)
+        for name, value in values.items():
+            if getattr(store, "__dict__", {}).get(name, store) is not value:
+                _write_attribute(store, name, value)
+
+
+def _write_attribute(store: object, name: str, value: object) -> None:
+    """Write an attribute without the code that an object may have for it."""
+    attributes = getattr(store, "__dict__", {})
+    if name in _slots_of(store):
+        object.__setattr__(store, name, value)
+    else:
+        attributes[name] = value

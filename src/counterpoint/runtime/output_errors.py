@@ -1,0 +1,122 @@
+"""Run a model to compare its outputs, and tell differences of outputs from rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, replace_tensors, split_call_args
+
+
+def run_model(model: nn.Module, inputs: Inputs) -> Sequence[Any]:
+    """Return the output tensors of the model, whose plain attributes are then as before."""
+    args, kwargs = split_call_args(inputs)
+    attributes = ModuleAttributes(model)
+    try:
+        return [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    finally:
+        attributes.restore()
+
+
+def find_rounding(model: nn.Module) -> float:
+    """Return the largest relative difference of outputs that is rounding in the narrowest dtype of the parameters.
+
+    Example:
+        >>> [f"{find_rounding(nn.Linear(2, 2, dtype=dtype)):.0e}" for dtype in (torch.float64, torch.float32)]
+        ['1e-14', '8e-06']
+    """
+    eps = max((torch.finfo(param.dtype).eps for param in model.parameters() if param.is_floating_point()), default=0.0)
+    return min(64 * eps, math.sqrt(eps))
+
+
+def largest_error(
+    outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: range, batch_size: int, rounding: float
+) -> float:
+    """Return the largest difference between some rows of outputs and those of these samples alone.
+
+    Args:
+        outputs: of a batch.
+        parts: of some of its samples alone.
+        rows: these samples.
+        batch_size: samples of the batch.
+        rounding: the largest difference that is rounding inside of the model.
+    """
+    return max(
+        (
+            _relative_error(output.detach(), part.detach(), rows, rounding)
+            for output, part in zip(outputs, parts, strict=False)
+            if output.is_floating_point()
+            and output.shape[:1] == (batch_size,)
+            and part.shape == (len(rows), *output.shape[1:])
+        ),
+        default=0.0,
+    )
+
+
+def _relative_error(output: Tensor, part: Tensor, rows: range, rounding: float) -> float:
+    """Return the difference of these rows, relative to the largest value; 0 if it is rounding."""
+    if not part.numel():
+        return 0.0
+    largest = float(output.abs().max())
+    error = float((output[rows.start : rows.stop] - part).abs().max()) / (largest or 1.0)
+    return error if error > max(torch.finfo(output.dtype).eps ** 0.5, rounding) else 0.0
+
+
+def is_from_rounding(model: nn.Module, inputs: Inputs, outputs: Sequence[Tensor], error: float, size: int) -> bool:
+    """Tell whether rounding explains that outputs of samples are others in another batch.
+
+    A sum over features may round otherwise where a batch has another size. If two scores are nearly equal, the largest
+    of them may then be the other one (a router of experts, ``argmax``), and the output another one altogether. So
+    the model runs on the same samples again with values that are rounded otherwise: if outputs change as much by that
+    alone, the difference says nothing about other samples.
+
+    Args:
+        model: in the mode in which it was run.
+        inputs: some samples.
+        outputs: those of the model for them.
+        error: the largest difference from those in another batch, relative to the largest value.
+        size: the number of samples.
+    """
+    rounding = find_rounding(model)
+    with suppress(Exception):  # it has run before
+        for weights, samples in rounded_otherwise(model, inputs):
+            with replace_tensors(model, weights):
+                changed = run_model(model, samples)
+            if largest_error(changed, outputs, range(size), size, rounding) >= error / 2:
+                return True
+    return False
+
+
+def rounded_otherwise(model: nn.Module, inputs: Inputs) -> Iterator[tuple[dict[int, Tensor], Inputs]]:
+    """Yield weights, by ``id`` of the parameter, and inputs that differ from the given ones by units in the last place.
+
+    Args:
+        model: that has the weights.
+        inputs: any nest of samples and other values.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def round_otherwise(values: Any, units: int) -> Any:  # noqa: ANN401 - of any type
+        """Return another value for each one of a floating-point tensor, up to so many units larger or smaller."""
+        if not (isinstance(values, Tensor) and values.is_floating_point() and values.layout is torch.strided):
+            return values
+        eps = torch.finfo(values.dtype).eps
+        signs = torch.randint(-1, 2, values.shape, generator=generator, dtype=torch.int8).to(values.device)
+        return (values.detach() * (1 + signs.double() * min(units * eps, math.sqrt(eps) / 4))).to(values.dtype)
+
+    for units in ROUNDED_UNITS:
+        for _ in range(DRAWS_PER_UNIT):
+            weights = {id(param): round_otherwise(param, units) for param in model.parameters()}
+            yield weights, tree_map(lambda leaf, units=units: round_otherwise(leaf, units), inputs)
+
+
+ROUNDED_UNITS = (1, 4, 16, 64)
+"""Units in the last place, relative to each value, by which it is changed: up to the rounding of a sum in a layer."""
+DRAWS_PER_UNIT = 4
+"""How often: a near tie is turned by about every second change."""
