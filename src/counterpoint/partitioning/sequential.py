@@ -203,7 +203,7 @@ class SequentialPartition(PartitionedModel):
                 else:
                     for module in modules:
                         value = module(value)
-            return after.tree.flatten(value)
+            return tuple(_copy_if_param(output, params) for output in after.tree.flatten(value))
 
         params, buffers = (
             tuple(dict.fromkeys(slot.name for child in children for slot in slots_of(child)))
@@ -248,6 +248,18 @@ class SequentialPartition(PartitionedModel):
     ) -> Any:  # noqa: ANN401
         """Return the output of the last child."""
         return self._boundaries_for(training=training)[-1].tree.unflatten(values)
+
+
+def _copy_if_param(output: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+    """Return an output; a copy of one that is a parameter, or shares its memory.
+
+    Weights may be freed before the output is read, by a later module or by the loss.
+    """
+    if output._base is None and not output.is_leaf:  # noqa: SLF001 - that of a view
+        return output
+    storage = output.untyped_storage()._cdata  # noqa: SLF001 - its identity
+    is_param = any(param.untyped_storage()._cdata == storage for param in params.values())  # noqa: SLF001 - as above
+    return output.clone() if is_param else output
 
 
 def _make_swap_in(children: Sequence[SequentialChild], seed_hooks: SeedHooks | None) -> SwapInFn:

@@ -138,7 +138,7 @@ class _SegmentBuilder:
                 graph.call_function(call_seed, (seed, self.split_trace.seeds[node]))
             if node not in self.copies:
                 self._copy(node)
-        graph.output(tuple(self._get_copy(node) for node in self.outputs))
+        graph.output(tuple(self._get_output(node) for node in self.outputs))
         constants = {target: self._cast(value) for target, value in traced.constants.items()}
         module = fx.GraphModule(constants, graph)
         has_constants = any(node.op == "get_attr" for node in graph.nodes)
@@ -198,6 +198,17 @@ class _SegmentBuilder:
         storage = self.split_trace.dataflow.storage
         mutated = {storage[source] for node in self.nodes for source in mutated_inputs(node)}
         return [node for node in self.inputs if storage[node] in mutated]
+
+    def _get_output(self, node: fx.Node) -> fx.Node:
+        """Return the copy of an output; one in memory of its own if it is a parameter, or shares its memory.
+
+        The weights of a part may be freed before the output is read, by a later part or by the loss.
+        """
+        storage = self.split_trace.dataflow.storage
+        output = self._get_copy(node)
+        if storage[node] in {storage[param] for param in self.split_trace.traced.params}:
+            return self.graph.call_function(torch.ops.aten.clone.default, (output,))
+        return output
 
     def _get_copy(self, node: fx.Node) -> fx.Node:
         """Return the copy of a node; a constant is copied at its first use."""

@@ -376,7 +376,10 @@ def _make_blocks(split_trace: SplitTrace, num_samples: int) -> tuple[Block, ...]
 def _make_layer(split_trace: SplitTrace, index: int, num_samples: int) -> LayerSpec:
     first, stop = split_trace.span(index, index + 1)
     nodes, params = split_trace.order[first:stop], split_trace.traced.params
-    names = dict.fromkeys(params[source] for node in nodes for source in node.all_input_nodes if source in params)
+    sources = [source for node in nodes for source in node.all_input_nodes]
+    if index == split_trace.num_layers - 1:
+        sources += split_trace.traced.outputs  # a forward may return a parameter itself
+    names = dict.fromkeys(params[source] for source in sources if source in params)
     pair = split_trace.pairs.get(index)
     return LayerSpec(
         name=pair.name if pair else _layer_name(split_trace, index),
