@@ -1,5 +1,6 @@
 """Losses that are means over tokens or weights: every plan trains on the mean over the whole batch, as a plain loop does."""
 
+import itertools
 import math
 from typing import Any, cast
 
@@ -316,16 +317,16 @@ def test_microbatches_may_be_batches_of_their_own():
 
 
 def test_a_loss_that_draws_or_counts_is_not_compared_with_its_halves():
-    calls = []
+    calls = itertools.count()  # which no check can restore
 
     def noisy(output, targets):
-        calls.append(1)
+        next(calls)
         return F.cross_entropy(output + torch.randn_like(output), targets.clamp(min=0)).clone()
 
     losses, _ = train(noisy, "solo", 2)
     assert len(losses) == 3
     # again in steps 0, 1 and 2: twice to find a state, twice to see what it draws; and once to see its gradients
-    assert len(calls) == 2 * 3 + 3 * 4 + 1
+    assert next(calls) == 2 * 3 + 3 * 4 + 1
 
 
 def test_one_training_step_late_takes_the_weights_of_its_own_step():
@@ -409,6 +410,20 @@ def test_a_loss_that_differentiates_is_that_of_a_loop(plan, num_microbatches):
     losses, params = train(penalized, plan, num_microbatches)
     assert losses == pytest.approx(expected_losses, rel=1e-12)
     assert max_difference(params, expected) < 1e-12
+
+
+def weighted_by_frequency(output, targets):
+    """Weigh each class by how many samples of the batch have it; with one sample of each, all weights are equal."""
+    classes = (targets[:, 0] > 0).long()
+    frequencies = torch.bincount(classes, minlength=CLASSES)
+    return F.cross_entropy(output.mean(2), classes, weight=1 / (frequencies.to(output.dtype) + 1))
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 4, 6, 12])
+def test_weights_by_frequency_in_the_batch_are_refused_however_few_samples_a_microbatch_has(num_microbatches):
+    """Two samples of two classes have equal weights, and so has one, which was trained without a word."""
+    with pytest.raises(DataError, match=r"the losses of parts do not add up|loss depends on the number"):
+        train(weighted_by_frequency, "solo", num_microbatches)
 
 
 def median(output, targets):

@@ -68,6 +68,30 @@ def object_in_closure():
     return loss
 
 
+def queue_in_closure():
+    """Compares with what the call before has appended, as with the queue of a contrastive loss."""
+    queue = list[torch.Tensor]()
+
+    def loss(output, targets):
+        earlier = queue[-1] if queue else torch.zeros(2)
+        queue.append(output.detach().mean(0))
+        return F.mse_loss(output - earlier, targets)
+
+    return loss
+
+
+class ReadsTheOneBefore:
+    """Overwrites in each call what the next one reads."""
+
+    def __init__(self):
+        self.before = torch.zeros(2)
+
+    def __call__(self, output, targets):
+        value = F.mse_loss(output - self.before, targets)
+        self.before = output.detach().mean(0)
+        return value
+
+
 class KeepsTheLast(nn.Module):
     """Keeps what is overwritten in each call, and a list, which are no state."""
 
@@ -105,6 +129,8 @@ STATES = {
     closure: "centre of the variable state of the loss",
     counting_closure: "the variable num_calls of the loss",
     object_in_closure: "total of the variable state of the loss",
+    queue_in_closure: "something that it keeps",
+    ReadsTheOneBefore: "before of the loss",
 }
 
 
@@ -156,6 +182,21 @@ def test_a_state_may_be_that_of_each_microbatch_if_that_is_intended():
     assert len(train(MovingCentre(), "solo", 2, cross_sample="accept")) == 3
 
 
+@pytest.mark.parametrize(("strategy", "num_microbatches"), [("solo", 2), ("data(2)", 1), ("tensor(2)", 1)])
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_list_of_losses_has_one_entry_for_each_call_of_training(is_module, strategy, num_microbatches):
+    """Checks of the loss had appended the losses of halves, repeated samples and others."""
+    history = list[float]()
+
+    def loss(output, targets):
+        history.append(float(F.mse_loss(output.detach(), targets)))
+        return F.mse_loss(output, targets)
+
+    module = KeepsTheLast()
+    train(module if is_module else loss, strategy, num_microbatches)
+    assert len(module.history if is_module else history) == 6
+
+
 @pytest.mark.parametrize("strategy", ["solo", "data(2)", "tensor(2)"])
 def test_random_numbers_are_no_state(strategy):
     assert len(train(noisy, strategy, 2)) == 3
@@ -171,4 +212,4 @@ def test_random_numbers_of_any_source_are_no_state_where_each_microbatch_is_a_ba
 def test_what_each_call_overwrites_is_no_state_and_stays_that_of_the_last_microbatch():
     loss = KeepsTheLast()
     train(loss, "solo", 2)
-    assert loss.history.count(float(loss.last)) > 2  # in training, and twice to find a state; the halves' is another
+    assert loss.history[-1] == float(loss.last)  # of the halves, and twice to find a state, are others

@@ -221,6 +221,32 @@ def test_a_mean_by_a_mask_is_refused_in_bf16_too():
         step(batch, zeros)
 
 
+class RoutedByANearTie(nn.Module):
+    """Computes its own loss; a score that rounds otherwise for another number of samples chooses the layer."""
+
+    def __init__(self, bound):
+        super().__init__()
+        self.first, self.second, self.bound = nn.Linear(4, 3), nn.Linear(4, 3), bound
+
+    def forward(self, x, labels):
+        score = x.sum(1, keepdim=True) * (1 + len(x) * torch.finfo(x.dtype).eps)
+        output = torch.where(score > self.bound, self.first(x), 10 * self.second(x))
+        return {"loss": F.cross_entropy(output, labels), "scale": self.first.bias.sum()}
+
+
+def test_a_near_tie_that_rounding_turns_is_no_wrong_loss():
+    """A later batch with values that none before had was refused: its halves took another layer than the whole."""
+    x = torch.arange(1.0, 33).view(8, 4).double().sqrt()
+    model = RoutedByANearTie(float(x[0].sum()) * (1 + 2.0**-50)).double()
+    batch = {"x": x, "labels": torch.arange(8) % 3}
+    with torch.no_grad():
+        whole, *halves = (model(x[part], batch["labels"][part])["loss"] for part in map(slice, (0, 0, 4), (8, 4, 8)))
+    assert abs(whole - sum(halves) / 2) > 0.01
+    check = ModelLossCheck(model, own, "data(2)", is_sum=False)
+    check.check(SlicedBatch((batch, torch.zeros(8)), ((0, 4), (4, 8))), [0, 1], has_weights=True)
+    assert check.has_checked
+
+
 class CastingInputs(nn.Module):
     """Runs under its casts only."""
 

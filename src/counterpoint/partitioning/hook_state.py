@@ -69,4 +69,4 @@ def find_stores(hook: Callable[..., object], *, with_shared: bool = True) -> Ite
         for value in hook.__defaults__ or ():
             yield from find(value)
     else:
-        yield from find(hook)
+        yield from find(hook, is_library=True)

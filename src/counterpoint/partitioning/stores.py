@@ -32,12 +32,13 @@ MAX_ELEMENTS = 4_000_000
 """Of a tensor or an array, which is copied."""
 
 
-def find_stores_in(value: object, *, with_shared: bool = True) -> Iterator[Any]:
+def find_stores_in(value: object, *, with_shared: bool = True, is_library: bool = False) -> Iterator[Any]:
     """Yield what can be written to in a value: itself, and collections, objects, tensors and arrays that it holds.
 
     Args:
         value: of any type.
         with_shared: whether objects are among them that threads share, such as a ``queue.Queue``.
+        is_library: whether the value may be an object of torch's, or of this library.
 
     Example:
         >>> from types import SimpleNamespace
@@ -45,7 +46,8 @@ def find_stores_in(value: object, *, with_shared: bool = True) -> Iterator[Any]:
         >>> [type(store).__name__ for store in find_stores_in({"count": count, "total": torch.zeros(2)})]
         ['dict', 'SimpleNamespace', 'Tensor']
     """
-    yield from _find_stores(value, 0, set(), with_shared=with_shared)
+    if is_library or not _is_library(value):
+        yield from _find_stores(value, 0, set(), with_shared=with_shared)
 
 
 def _find_stores(value: object, depth: int, seen: set[int], *, with_shared: bool) -> Iterator[Any]:
@@ -76,8 +78,13 @@ def _is_store(value: object, depth: int) -> bool:
         return not depth or len(value) <= MAX_ENTRIES
     if isinstance(value, type | FunctionType | ModuleType | nn.Module):
         return False
-    is_library = type(value).__module__.partition(".")[0] in {"torch", "counterpoint", "numpy"}
-    return not (depth and is_library) and bool(hasattr(value, "__dict__") or _slots_of(value))
+    return not (depth and _is_library(value)) and bool(hasattr(value, "__dict__") or _slots_of(value))
+
+
+def _is_library(value: object) -> bool:
+    """Tell whether a value is an object of torch, numpy or this library that is no tensor or array."""
+    module = type(value).__module__.partition(".")[0]
+    return module in {"torch", "counterpoint", "numpy"} and not isinstance(value, Tensor | np.ndarray)
 
 
 def _slots_of(value: object) -> list[str]:

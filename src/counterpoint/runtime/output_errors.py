@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,12 +94,15 @@ def is_from_rounding(model: nn.Module, inputs: Inputs, outputs: Sequence[Tensor]
     return False
 
 
-def rounded_otherwise(model: nn.Module, inputs: Inputs) -> Iterator[tuple[dict[int, Tensor], Inputs]]:
+def rounded_otherwise(
+    model: nn.Module, inputs: Inputs, others: Mapping[int, Tensor] = MappingProxyType({})
+) -> Iterator[tuple[dict[int, Tensor], Inputs]]:
     """Yield weights, by ``id`` of the parameter, and inputs that differ from the given ones by units in the last place.
 
     Args:
         model: that has the weights.
         inputs: any nest of samples and other values.
+        others: weights in the place of the model's, by ``id`` of the parameter.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -112,7 +116,7 @@ def rounded_otherwise(model: nn.Module, inputs: Inputs) -> Iterator[tuple[dict[i
 
     for units in ROUNDED_UNITS:
         for _ in range(DRAWS_PER_UNIT):
-            weights = {id(param): round_otherwise(param, units) for param in model.parameters()}
+            weights = {id(param): round_otherwise(others.get(id(param), param), units) for param in model.parameters()}
             yield weights, tree_map(lambda leaf, units=units: round_otherwise(leaf, units), inputs)
 
 

@@ -34,7 +34,7 @@ from counterpoint.errors import CounterpointError, DataError, first_line
 from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
 from counterpoint.runtime.kernels.function_mode import FunctionReplacement, TorchFunction
 from counterpoint.runtime.loss.loss_reduction import LossFunction, compute_mean_loss
-from counterpoint.runtime.loss.loss_state import LossState, find_running_state
+from counterpoint.runtime.loss.loss_state import LossState, find_running_state, preserve_loss
 from counterpoint.runtime.loss.new_values import NewValues
 from counterpoint.runtime.rng.draw_sites import DrawRecorder, find_unknown_draw, record_loss_draws
 from counterpoint.runtime.sample_layout import find_tensor_lists, is_plain_list
@@ -353,7 +353,7 @@ class LossCheck:
             return
 
         def check() -> None:
-            with state.preserve_generators(samples.devices):
+            with state.preserve_generators(samples.devices), preserve_loss(self.loss):
                 total, changed = self._require_no_state(state, loss_function, step, samples, is_divided=True)
                 with state.restored(changed):
                     self._check_parts(loss_function, step, samples, float(value), total)
@@ -382,7 +382,7 @@ class LossCheck:
             return
 
         def check() -> None:
-            with state.preserve_generators(samples.devices):
+            with state.preserve_generators(samples.devices), preserve_loss(self.loss):
                 self._require_no_state(state, loss_function, step, samples, is_divided=False)
 
         _run_without_gradients(check)
@@ -403,7 +403,8 @@ class LossCheck:
             The loss, and which values of the state have changed.
 
         Raises:
-            DataError: the second loss differs, or the state has changed further.
+            DataError: the second loss differs, or the state has changed further, or the loss is another one after a
+                call with other outputs, as one that reads what the call before has kept.
         """
         losses: list[LossValue] = []
         draws = False
@@ -420,10 +421,12 @@ class LossCheck:
         compute()
         name, changed = find_running_state(state, before, compute)
         first, second = losses
-        if not name and math.isfinite(first.mean + second.mean):
-            tolerance = _state_tolerance(samples, first.dtype)
-            is_other = abs(first.mean - second.mean) > tolerance * max(abs(first.mean), abs(second.mean))
-            name = "something" if is_other else ""
+        if not name and not draws and not _differ(samples, first, second):
+            with suppress(Exception):  # a loss need not take values that no model gives
+                self._compute(loss_function, samples.halve().halve())
+                second = self._compute(loss_function, samples)
+        if not name and _differ(samples, first, second):
+            name = state.slots[changed[0]].name if changed else "something that it keeps"
         if name:
             self._explain_state(name, first.mean, second.mean, samples.what, is_divided=is_divided)
         if draws and not self.remedy:
@@ -603,7 +606,7 @@ class LossCheck:
 
         def check() -> None:
             nonlocal is_late
-            with state.preserve_generators(samples.devices):
+            with state.preserve_generators(samples.devices), preserve_loss(self.loss):
                 is_late = self._compare_late(state, loss_function, step, samples, value)
 
         _run_without_gradients(check)
@@ -799,9 +802,10 @@ class LossCheck:
         """Yield losses of two parts of samples, and of both; for one kind of parts once, or with lists cut and whole.
 
         One or two samples are compared with others, too, which are made of them: a median of two samples is a mean. A
-        single sample is compared with the next one, which may have targets of another kind, such as padding.
+        single sample is compared with the next one, which may have targets of another kind, such as padding. One of two
+        samples is also taken twice: weights by how often a batch has each class are equal for one sample of each.
         """
-        num_samples, middle = samples.num_samples, samples.num_samples // 2
+        num_samples = samples.num_samples
         cuts = (True, False) if samples.has_plain_list else (False,)
 
         def compute(
@@ -827,20 +831,12 @@ class LossCheck:
                     found.append(losses)
             return found
 
-        def cut(cuts_lists: bool) -> tuple[LossSamples, LossSamples]:  # noqa: FBT001 - one of two kinds
-            return (
-                samples.take(0, middle, cuts_lists=cuts_lists),
-                samples.take(middle, num_samples, cuts_lists=cuts_lists),
-            )
-
-        def add(cuts_lists: bool) -> tuple[LossSamples, LossSamples]:  # noqa: FBT001 - as above
-            half = samples.halve()
-            return samples, half if num_samples > 1 else half.join(half.halve(), cuts_lists=cuts_lists)
-
         if num_samples > 1:
-            yield compute(cut, total, is_made=False)
+            yield compute(lambda cuts: _halves(samples, cuts_lists=cuts), total, is_made=False)
         if num_samples <= 2:
-            yield compute(add, None, is_made=True)
+            yield compute(lambda cuts: _with_half_values(samples, cuts_lists=cuts), None, is_made=True)
+        if num_samples == 2:
+            yield compute(lambda cuts: (samples, samples.take(0, 1, cuts_lists=cuts).halve()), None, is_made=True)
         if num_samples > 1:
             return
         earlier, self.single = self.single, None
@@ -848,6 +844,7 @@ class LossCheck:
             if torch.is_grad_enabled():  # of a loss that differentiates
                 earlier = LossSamples(tree_map(_as_leaf, earlier.output), *earlier[1:])
             yield compute(lambda _: (samples, earlier), None, is_made=False)
+            yield compute(lambda cuts: (samples.join(samples.halve(), cuts_lists=cuts), earlier), None, is_made=True)
         else:
             self.single = samples.detach()
 
@@ -886,6 +883,27 @@ class LossCheck:
             f"{f'sum is {losses.sum:.6g}' if self.is_sum else f'mean is {losses.mean:.6g}'}, so the losses of parts do "
             f"not add up to that of the batch; {remedy}"
         )
+
+
+def _halves(samples: LossSamples, *, cuts_lists: bool) -> tuple[LossSamples, LossSamples]:
+    """Return the first and the second half of some samples."""
+    middle = samples.num_samples // 2
+    return (
+        samples.take(0, middle, cuts_lists=cuts_lists),
+        samples.take(middle, samples.num_samples, cuts_lists=cuts_lists),
+    )
+
+
+def _with_half_values(samples: LossSamples, *, cuts_lists: bool) -> tuple[LossSamples, LossSamples]:
+    """Return samples, and the same with half of the values; of a single sample, also with a quarter."""
+    half = samples.halve()
+    return samples, half if samples.num_samples > 1 else half.join(half.halve(), cuts_lists=cuts_lists)
+
+
+def _differ(samples: LossSamples, first: LossValue, second: LossValue) -> bool:
+    """Tell whether two losses of the same samples differ by more than rounding."""
+    tolerance = _state_tolerance(samples, first.dtype) * max(abs(first.mean), abs(second.mean))
+    return math.isfinite(first.mean + second.mean) and abs(first.mean - second.mean) > tolerance
 
 
 @contextmanager

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.data.microbatch_reader import preserve_rng
-from counterpoint.partitioning.dry_run import MODULE_ATTRIBUTES, assign_values, preserve_device_rng
+from counterpoint.partitioning.dry_run import MODULE_ATTRIBUTES, ModuleAttributes, assign_values, preserve_device_rng
+from counterpoint.partitioning.hook_state import preserve_stores
 from counterpoint.partitioning.own_generators import (
     OTHER_PACKAGES,
     find_generators,
@@ -215,6 +216,25 @@ def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 - what a slot has
         is_alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
         return is_alike and (torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num()))
     return isinstance(one, int | float | complex | np.generic | str | None) and (one == other or one != one)
+
+
+@contextmanager
+def preserve_loss(loss: Any) -> Iterator[None]:  # noqa: ANN401 - any callable
+    """Restore collections, objects and tensors that a loss writes to afterwards, such as a list of losses to be shown.
+
+    Args:
+        loss: the user's; the parameters and buffers of a module stay as they are.
+    """
+    owner = getattr(loss, "__self__", loss)
+    if not isinstance(owner, nn.Module):
+        with preserve_stores(loss):
+            yield
+        return
+    attributes = ModuleAttributes(owner)
+    try:
+        yield
+    finally:
+        attributes.restore()
 
 
 def find_running_state(

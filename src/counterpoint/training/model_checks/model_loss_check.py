@@ -12,10 +12,11 @@ as it is trained, up to this rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from counterpoint.runtime.loss.loss_check import RELATIVE_TOLERANCES, LossOfPart
 from counterpoint.runtime.loss.loss_reduction import LossFunction, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.loss.new_values import NewValues
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource, copy_tensors, slice_samples
+from counterpoint.runtime.output_errors import rounded_otherwise
 from counterpoint.runtime.sample_independence import (
     CallsForNumber,
     repeat_samples,
@@ -170,31 +172,78 @@ def require_model_loss_adds_up(
     if whole is None:
         return "unknown"
     compute, repeated = partial(_compute, model, loss, is_sum=is_sum), None
+    evaluating, training = (partial(preserve_state, model, training=False), partial(training_without_draws, model))
+    computed = ComputedLoss(model, compute, whole, evaluating)
+    what = f"the loss that {type(model).__name__} computes from its samples"
     times = _batch_size(batch, micros[0]) // parts[0].num_samples
     try:
-        with preserve_state(model, training=False):
+        with evaluating():
             found = _compute_all(compute, parts, whole)
             repeated = _compute_repeated(compute, model, parts[0], times) if found else None
     except Exception:  # noqa: BLE001 - training raises it again, with its location
         return "unknown"
     if found:
-        _require_sum_of_parts(model, found, parts, plan, is_sum=is_sum)
-        _require_same_for_number(model, found[0], repeated, parts[0].num_samples, plan, is_sum=is_sum)
+        _require_sum_of_parts(what, found, parts, plan, computed, is_sum=is_sum)
+        of_part = computed._replace(samples=parts[0])
+        _require_same_for_number(of_part, found[0], repeated, plan, is_sum=is_sum)
     trained: list[LossOfSamples] = []
-    with suppress(Exception), training_without_draws(model):  # training raises it again, with its location
+    with suppress(Exception), training():  # training raises it again, with its location
         if any(module.training for module in model.modules()) and compute(parts[0]) not in found[:1]:
             trained = _compute_all(compute, parts, whole)
         repeated = _compute_repeated(compute, model, parts[0], times) if found or trained else None
-    _require_sum_of_parts(model, trained, parts, plan, is_sum=is_sum)
+    _require_sum_of_parts(what, trained, parts, plan, computed._replace(mode=training), is_sum=is_sum)
     if found or trained:
-        _require_same_for_number(model, (trained or found)[0], repeated, parts[0].num_samples, plan, is_sum=is_sum)
+        of_part = computed._replace(samples=parts[0], mode=training)
+        _require_same_for_number(of_part, (trained or found)[0], repeated, plan, is_sum=is_sum)
     own = found or trained
     if not own or own[0].is_weighted:
         return "other"
-    mode = preserve_state(model, training=False) if found else training_without_draws(model)
-    changed = _compute_with_other_weights(model, compute, parts, whole, mode)
-    _require_sum_of_parts(model, changed, parts, plan, is_sum=is_sum, weights=" with weights changed for this check")
+    mode: Mode = evaluating if found else training
+    others = _other_weights(model)
+    changed = _compute_with_other_weights(model, compute, parts, whole, mode(), others)
+    what += " with weights changed for this check"
+    _require_sum_of_parts(what, changed, parts, plan, ComputedLoss(model, compute, whole, mode, others), is_sum=is_sum)
     return "model"
+
+
+Mode: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Puts a model into evaluation or training mode, and restores its state afterwards."""
+
+
+class ComputedLoss(NamedTuple):
+    """How a loss was computed, to compute it again.
+
+    Args:
+        model: the user's.
+        compute: returns the loss of some samples.
+        samples: of which it was computed.
+        mode: of the model.
+        weights: those of the model that were others, by ``id`` of the parameter.
+    """
+
+    model: nn.Module
+    compute: Callable[[Samples], LossOfSamples | None]
+    samples: Samples
+    mode: Mode
+    weights: Mapping[int, Tensor] = MappingProxyType({})
+
+    def is_from_rounding(self, total: float, difference: float) -> bool:
+        """Tell whether the loss changes by half as much if weights and inputs are only rounded otherwise.
+
+        A router may have a near tie, which rounding turns: see
+        :func:`counterpoint.runtime.output_errors.is_from_rounding`.
+
+        Args:
+            total: the loss.
+            difference: from what the losses of two parts add up to.
+        """
+        with suppress(Exception), self.mode(), run_eagerly(self.model):  # it has run before
+            for weights, inputs in rounded_otherwise(self.model, self.samples.inputs, self.weights):
+                with replace_tensors(self.model, weights):
+                    loss = self.compute(self.samples._replace(inputs=inputs))
+                if loss is not None and abs(loss.mean - total) >= difference / 2:
+                    return True
+        return False
 
 
 def _compute_with_other_weights(
@@ -203,13 +252,14 @@ def _compute_with_other_weights(
     parts: tuple[Samples, Samples],
     whole: Samples,
     mode: AbstractContextManager[object],
+    weights: Mapping[int, Tensor],
 ) -> list[LossOfSamples]:
-    """Return what :func:`_compute_all` does with noise on the weights; nothing if the model fails with them.
+    """Return what :func:`_compute_all` does with other weights; nothing if the model fails with them.
 
     With the weights of a new model, whose head is zero, say, all samples have one loss, and a mean over tokens is one
     over samples.
     """
-    with suppress(Exception), mode, run_eagerly(model), replace_tensors(model, _other_weights(model)):
+    with suppress(Exception), mode, run_eagerly(model), replace_tensors(model, weights):
         return _compute_all(compute, parts, whole)
     return []
 
@@ -268,7 +318,7 @@ MAX_REPEATED_ELEMENTS = 4_000_000
 
 
 def _require_same_for_number(
-    model: nn.Module, one: LossOfSamples, repeated: LossOfSamples | None, count: int, plan: str, *, is_sum: bool
+    computed: ComputedLoss, one: LossOfSamples, repeated: LossOfSamples | None, plan: str, *, is_sum: bool
 ) -> None:
     """Check that the loss of samples is that of the same ones, repeated to as many as the batch has.
 
@@ -279,37 +329,39 @@ def _require_same_for_number(
         return
     times = repeated.loss_weight / one.loss_weight if is_sum and not one.is_weighted else 1.0
     expected = one.mean * times
-    if abs(repeated.mean - expected) > RELATIVE_TOLERANCES.get(one.dtype, 0.05) * max(
-        abs(expected), abs(repeated.mean)
-    ):
+    difference = abs(repeated.mean - expected)
+    is_small = difference <= RELATIVE_TOLERANCES.get(one.dtype, 0.05) * max(abs(expected), abs(repeated.mean))
+    if not is_small and not computed.is_from_rounding(one.mean, difference / times):
+        count = computed.samples.num_samples
         raise DataError(
-            f"the loss that {type(model).__name__} computes from its samples is {one.mean:.6g} for {count} samples, "
-            f"but {repeated.mean:.6g} for the same ones, repeated to as many as the batch has, where it should be "
-            f"{expected:.6g}, so it depends on the number of samples, and under {plan} the losses of microbatches do "
-            "not add up to that of the batch; let no branch or factor of the forward depend on the number of samples, "
+            f"the loss that {type(computed.model).__name__} computes from its samples is {one.mean:.6g} for {count} "
+            f"samples, but {repeated.mean:.6g} for the same ones, repeated to as many as the batch has, where it "
+            f"should be {expected:.6g}, so it depends on the number of samples, and under {plan} the losses of "
+            "microbatches do not add up to that of the batch; let no branch or factor of the forward depend on the "
+            "number of samples, "
             "compute the loss in the loss function and pass loss_reduction='batch', or pass cross_sample='accept' if "
             "each microbatch may be a batch of its own"
         )
 
 
 def _require_sum_of_parts(
-    model: nn.Module,
+    what: str,
     found: Sequence[LossOfSamples],
     parts: tuple[Samples, Samples],
     plan: str,
+    computed: ComputedLoss,
     *,
     is_sum: bool,
-    weights: str = "",
 ) -> None:
     """Check that the losses of two parts add up to that of the whole.
 
     Args:
-        model: for the error.
+        what: the loss, for the error.
         found: the losses of both parts and of the whole; empty for nothing to check.
         parts: the samples.
         plan: as text, for the error.
+        computed: how that of the whole was computed.
         is_sum: whether the loss is a sum over samples.
-        weights: which the model has had, for the error.
 
     Raises:
         DataError: they do not.
@@ -320,9 +372,11 @@ def _require_sum_of_parts(
     counts = (parts[0].num_samples, parts[1].num_samples)
     losses = LossOfParts(total.mean, (first.mean, second.mean), (first.loss_weight, second.loss_weight), counts)
     expected = losses.sum if is_sum else losses.mean
-    if abs(losses.total - expected) > RELATIVE_TOLERANCES.get(total.dtype, 0.05) * losses.magnitude:
+    difference = abs(losses.total - expected)
+    is_small = difference <= RELATIVE_TOLERANCES.get(total.dtype, 0.05) * losses.magnitude
+    if not is_small and not computed.is_from_rounding(total.mean, difference):
         raise DataError(
-            f"the loss that {type(model).__name__} computes from its samples{weights} is {losses.total:.6g} for "
+            f"{what} is {losses.total:.6g} for "
             f"{sum(counts)} samples, but {first.mean:.6g} for the first {counts[0]} and {second.mean:.6g} for "
             f"the other {counts[1]}, of which the {'sum' if is_sum else 'mean'} is {expected:.6g}, so under {plan} "
             "the losses of microbatches do not add up to that of the batch; if it is a mean over tokens, return from "
