@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from counterpoint.fabric.compression import CAST_DTYPES, cast_clamped, compress, decompress, orthonormalize
 from counterpoint.program.compression import find_codec
 
-GATHERED = ["int8", "sign", "twobit:0.5", "topk:0.3"]
+GATHERED = ["int8", "int4", "sign", "twobit:0.5", "topk:0.3"]
 DTYPES = [torch.float64, torch.float32]
 numbers = st.floats(-1e6, 1e6) | st.floats(-1e-6, 1e-6) | st.sampled_from([0.0, 0.5, -0.5, 1.0, 3.0])
 vectors = st.lists(numbers, min_size=1, max_size=40)
@@ -30,7 +30,7 @@ def exact(tensor):
 
 
 @PROPERTY
-@given(vectors, st.sampled_from(["fp16", "bf16", "int8", "twobit:0.5", "topk:0.3"]), st.sampled_from(DTYPES))
+@given(vectors, st.sampled_from(["fp16", "bf16", "int8", "int4", "twobit:0.5", "topk:0.3"]), st.sampled_from(DTYPES))
 def test_what_was_sent_and_what_stays_are_what_there_was_bit_for_bit(values, code, dtype):
     total = torch.tensor(values, dtype=dtype)
     own = sent(code, total)

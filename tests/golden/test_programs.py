@@ -36,6 +36,12 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3_2": ("zero3(2)", {"m": 2}),
     "zero3_2_overlap": ("zero3(2)", EARLY),
     "zero3_2_reshard_off": ("zero3(2, reshard_after_forward=off)", {"m": 2}),
+    "zero3_2_quantized": (
+        "zero3(2, quantized_weights=int8, quantized_gradients=int4)",
+        {"blocks": 3, "passes": ("overlap", "prefetch")},
+    ),
+    "zero1_2_quantized": ("zero1(2, quantized_gradients=int8)", {"m": 2}),
+    "zero3_2_quantized_data_2": ("zero3(2, quantized_weights=int8, quantized_gradients=int4) * data(2)", {}),
     "zero3_2_prefetch": ("zero3(2)", {"m": 2, "blocks": 3, "passes": ("overlap", "prefetch")}),
     "zero3_2_prefetch_depth_2": ("zero3(2)", {"m": 2, "blocks": 5, "passes": ("overlap", "prefetch:2")}),
     "zero2_2_offload": ("zero2(2)", {"passes": ("overlap", "offload:state=disk")}),

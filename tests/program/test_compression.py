@@ -18,6 +18,7 @@ from counterpoint.program.verify.verifier import Bounds, verify
     [
         ("fp16", (10, 30), 600), ("bf16", (), 2),
         ("int8", (1024,), 1024 + 4), ("int8", (1025,), 1025 + 8), ("int8", (0,), 0),
+        ("int4", (1024,), 512 + 4), ("int4", (1025,), 513 + 8), ("int4", (0,), 0),
         ("sign", (1024,), 128 + 4), ("sign", (9,), 2 + 4),
         ("twobit", (32, 2), 16), ("twobit:0.1", (5,), 2),
         ("topk", (1000,), 10 * 8), ("topk:0.01", (101,), 2 * 8), ("topk:1", (3,), 24), ("topk", (0,), 0),
@@ -96,14 +97,34 @@ def test_options_that_contradict_each_other_are_refused(options, why):
         Plan.parse(f"data(2, {options})")
 
 
-@pytest.mark.parametrize(
-    "instruction", ["reduce_scatter:int8(grad0)@0,1", "all_reduce:int8(weight0)@0,1", "all_reduce:int8(y0.1)@0,1"]
-)
-def test_only_sums_of_gradients_have_a_codec(instruction):
+@pytest.mark.parametrize("instruction", ["all_reduce:int8(weight0)@0,1", "all_reduce:int8(y0.1)@0,1"])
+def test_only_sums_of_gradients_and_gathers_of_weights_have_a_codec(instruction):
     with pytest.raises(
-        ProgramError, match=r"only an all-reduce of gradients can be compressed, but .* is not one; omit :int8"
+        ProgramError, match=r"cannot have a codec: only sums of gradients and gathers of weights .*; omit :int8"
     ):
         parse_instruction(instruction)
+
+
+@pytest.mark.parametrize("instruction", ["all_gather:sign(weight0)@0,1", "reduce_scatter:fp16(grad0)@0,1"])
+def test_shards_have_codecs_that_bound_the_error_of_each_element(instruction):
+    why = r"cannot have a codec: (sign|fp16) is for all-reduces; gathers and reduce-scatters have int8 or int4; omit :"
+    with pytest.raises(ProgramError, match=why):
+        parse_instruction(instruction)
+
+
+def test_gathers_and_reduce_scatters_send_a_shard_of_the_encoded_bytes():
+    text = "all_gather:int8(weight0)@0,1,2,3 reduce_scatter:int4(grad0)@0,1,2,3 all_reduce(grad0)@0,4"
+    words, sizes = parse_program(text).rank_programs[0].body, {"": 100, "int8": 28, "int4": 16}
+    assert [sent for _, sent in bytes_by_instruction(0, words, lambda value, code="": sizes[code])] == [21, 12, 25]
+
+
+def test_weights_that_a_gather_has_rounded_must_be_freed():
+    rows = [
+        f"F0.{rank} B0.{rank} reduce_scatter(grad0)@0,1 commit@0,1 U0 all_gather:int8(weight0)@0,1" for rank in (0, 1)
+    ]
+    with pytest.raises(ProgramError, match="weights are not freed after use, so that ranks would go on") as caught:
+        verify(parse_program("\n".join(rows)), Bounds())
+    assert caught.value.rule == 6
 
 
 @pytest.mark.parametrize(

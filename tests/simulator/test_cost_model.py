@@ -7,7 +7,7 @@ import pytest
 from counterpoint.program.instruction import Collective
 from counterpoint.program.text import format_instruction, parse_instruction
 from counterpoint.simulator.instruction_times import time_instructions
-from counterpoint.simulator.memory import peak_memory_bytes
+from counterpoint.simulator.memory import memory_timeline, peak_memory_bytes
 from counterpoint.simulator.network import (
     linear_broadcast_s,
     ring_all_reduce_s,
@@ -143,6 +143,26 @@ def test_an_async_stage_holds_its_weight_versions_and_the_activations_in_flight(
 def test_a_codec_holds_its_residual_and_its_send_buffer(plan, weights):
     compiled = compile_text(plan, m=2, blocks=1)
     assert set(peak_memory_bytes(compiled.program, size_fn_for(compiled))) == {weights * WEIGHT + OUTPUT}
+
+
+def held_during_collectives(text):
+    """Return the most bytes that a rank holds during a gather, and during a reduce-scatter."""
+    compiled = compile_text(text, blocks=1)
+    timeline = memory_timeline(compiled.program, size_fn_for(compiled))[0]
+    held = {"all_gather": 0, "reduce_scatter": 0}
+    for instruction, num_bytes in zip(compiled.program.rank_programs[0].body, timeline[1:], strict=True):
+        if isinstance(instruction, Collective):
+            held[instruction.op] = max(held[instruction.op], num_bytes)
+    return held.values()
+
+
+@pytest.mark.parametrize(
+    ("option", "buffers"),
+    [("quantized_weights=int8", Fraction(257, 1024)), ("quantized_gradients=int4", Fraction(2 * 129, 1024))],
+)
+def test_encoded_shards_are_held_while_they_are_communicated(option, buffers):
+    exact, encoded = (held_during_collectives(text) for text in ("zero3(2)", f"zero3(2, {option})"))
+    assert sorted(after - before for before, after in zip(exact, encoded, strict=True)) == [0, buffers * WEIGHT]
 
 
 @pytest.mark.parametrize(

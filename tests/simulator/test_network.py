@@ -42,6 +42,31 @@ def test_over_hosts_the_value_crosses_each_nic_once_in_a_ring_of_hosts(verb, tim
     assert load(f"{verb}@0-7", SHARED) == LinkLoad(times * (3 + 3 * 10), times * 400 * 3 / 4 / 10)
 
 
+def test_an_encoded_gradient_is_not_added_up_within_a_host():
+    """Each of two ranks of a host sends three quarters of its gradient to the six of the other hosts."""
+    assert load("reduce_scatter:int8(grad0)@0,1", SHARED) == LinkLoad(1 + 400 / 2 / 100)
+    assert load("reduce_scatter:int8(grad0)@0-7", SHARED) == LinkLoad(7 * 10, 2 * 400 * 6 / 8 / 10)
+    assert load("reduce_scatter:int8(grad0)@0-7", APART) == LinkLoad(7 * 10 + 400 * 6 / 8 / 10)
+    assert load("all_gather:int8(weight0)@0-7", SHARED) == load("all_gather(weight0)@0-7", SHARED)
+
+
+@pytest.mark.parametrize(
+    ("text", "copies"),
+    [
+        ("all_gather:int8(weight0)@0,2", 8 / 2 + 5),
+        ("reduce_scatter:int4(grad0)@0,2", 11 + 8),
+        ("all_gather(weight0)@0,2", 0),
+        ("all_reduce:int8(grad0)@0,2", 0),
+    ],
+)
+def test_shards_are_encoded_and_decoded_by_the_processor(text, copies):
+    instruction = parse_instruction(text)
+    assert isinstance(instruction, Collective)
+    network = NetworkModel(SHARED, lambda value, code="": 400)
+    seconds = copies * 3 * 400 / SHARED.device.reached_bytes_per_s
+    assert network.cpu_s(instruction, Fraction(1), 0) == pytest.approx(seconds)
+
+
 def test_holders_of_parts_with_private_links_transfer_in_parallel():
     assert load("all_reduce(grad0)@0-7", APART) == LinkLoad(2 * (3 + 3 * 10 + 400 / 2 * 3 / 4 / 10))
 

@@ -39,6 +39,17 @@ def test_units_within_the_threshold_send_what_level_2_sends(micros):
     assert sent(per_rank.format(UNIT // 8 - 1), m=micros) == sent("tensor(2) * zero3(2)", m=micros)
 
 
+@pytest.mark.parametrize("micros", [1, 3])
+def test_quantized_shards_send_codes_and_a_scale_for_1024_elements(micros):
+    half, int8, int4 = Fraction(1, 2) * P, Fraction(257, 1024), Fraction(129, 1024)
+    both = "quantized_weights=int8, quantized_gradients=int4"
+    assert sent(f"zero3(2, {both})", m=micros) == [micros * half * (2 * int8 + int4)] * 2
+    assert sent(f"zero3(2, reshard_after_forward=off, {both})", m=micros) == [half * (int8 + micros * int4)] * 2
+    assert sent("zero3(2, quantized_gradients=int8)", m=micros) == [micros * half * (2 + int8)] * 2
+    assert sent("zero2(2, quantized_gradients=int8)", m=micros) == [half * (micros * int8 + 1)] * 2
+    assert sent("zero1(2, quantized_gradients=int8)", m=micros) == [half * (int8 + 1)] * 2
+
+
 def test_merged_blocks_send_the_same_bytes_and_a_weight_within_one_of_them_once():
     merged = f"zero3(2, min_num_params={3 * UNIT // 4})"
     assert sent(merged, m=2) == sent("zero3(2)", m=2)

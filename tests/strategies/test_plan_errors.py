@@ -126,6 +126,15 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, message):
             "reshard_after_forward, or give level=3",
         ),
         (
+            "zero(2, level=3, quantized_weights=sign)",
+            "zero has no quantized_weights=sign; give quantized_weights=int8 or quantized_weights=int4",
+        ),
+        (
+            "zero(2, level=2, quantized_weights=int8)",
+            "zero(..., level=2) keeps whole weights, which quantized_weights would round for good; give level=3, where "
+            "shards stay exact, or leave it out",
+        ),
+        (
             "zero(2, level=3, persistence_threshold=-1)",
             "persistence_threshold=-1 is a number of elements; give 0, which is as without it, or more",
         ),

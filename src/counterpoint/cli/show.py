@@ -24,7 +24,7 @@ from counterpoint.model.precision import parse_precision
 from counterpoint.model.spec import ModelSpec, linear_chain
 from counterpoint.plan.parser import explicit_microbatches
 from counterpoint.plan.plan import Plan
-from counterpoint.program.compression import find_codec
+from counterpoint.program.compression import encodes_shards, find_codec
 from counterpoint.program.instruction import Backward, Collective
 from counterpoint.program.program import Program
 from counterpoint.program.rank_classes import find_rank_classes
@@ -267,18 +267,20 @@ def format_heading(compiled: CompiledPlan) -> str:
 
 
 def describe_codecs(compiled: CompiledPlan) -> list[str]:
-    """Return what every codec of the plan does, and how much it compresses gradients."""
-    units_of: dict[str, set[Unit]] = {}
+    """Return what every codec of the plan does, and how much it compresses gradients or gathered weights."""
+    units_of: dict[tuple[str, str], set[Unit]] = {}
     for _, instruction in compiled.program.instructions():
         if isinstance(instruction, Collective) and instruction.codec:
-            units_of.setdefault(instruction.codec, set()).add(instruction.tensor.blocks)
+            units_of.setdefault((instruction.codec, instruction.op), set()).add(instruction.tensor.blocks)
     lines = []
-    for text, units in units_of.items():
+    for (text, op), units in units_of.items():
         codec = find_codec(text)
         full_bytes = sum(compiled.model.unit_bytes(unit) for unit in units)
         encoded_bytes = sum(compiled.model.unit_bytes(unit, text) for unit in units)
         sent = "all-gathered" if codec.spec.reduction == "gather" else "all-reduced"
         feedback = ", with error feedback" if codec.spec.has_error_feedback else ""
+        if encodes_shards(op, text):
+            sent, feedback = ("weights gathered" if op == "all_gather" else "gradients reduce-scattered"), ""
         lines.append(f"{text}: {codec.summary}; {full_bytes / encoded_bytes:.3g} times smaller, {sent}{feedback}")
     return lines
 

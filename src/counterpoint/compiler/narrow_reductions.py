@@ -61,7 +61,8 @@ def require_sums_in_narrow_dtype(plan: Plan, program: Program, cost: CostEstimat
             f"{what}, but under {plan} ranks send them to a server or along a tree, in their own dtype; use data "
             "or zero, or drop reduce"
         )
-    codec = next((one.codec for one in instructions if isinstance(one, Collective) and one.codec), "")
+    reductions = (one for one in instructions if isinstance(one, Collective) and one.tensor.name == "grad")
+    codec = next((one.codec for one in reductions if one.codec), "")
     if codec:
         raise PlanError(f"{what}, but {plan} reduces them with {codec}; give one of the two")
     sparse = {param.name for param in model.params if param.has_sparse_grad}

@@ -1,4 +1,4 @@
-"""Gradient compression codecs on tensors: encode a flat gradient as bytes, and decode the bytes.
+"""Compression codecs on tensors: encode a flat gradient, or flat weights, as bytes, and decode the bytes.
 
 Every member, the sender included, decodes the same bytes in the same way. So all members get identical results, and the
 sender knows its exact compression error. A gradient that is not finite decodes to one that is not finite.
@@ -18,6 +18,9 @@ from counterpoint.program.compression import CHUNK_ELEMENTS, INDEX_BYTES, Codec,
 
 INT8_LEVELS = 127
 """Quantization levels of ``int8`` on each side of zero."""
+
+INT4_LEVELS = 7
+"""Quantization levels of ``int4`` on each side of zero."""
 
 CAST_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Codecs that only cast: their values can be summed without decoding."""
@@ -44,7 +47,12 @@ def compress(codec: Codec, values: Tensor) -> Tensor:
 
 def decompress(codec: Codec, data: Tensor, like: Tensor) -> Tensor:
     """Return the flat gradient that :func:`compress` encoded, with the length and dtype of ``like``."""
-    return TENSOR_CODECS[codec.name].decode(codec, data, len(like), like.dtype)
+    return decompress_to(codec, data, len(like), like.dtype)
+
+
+def decompress_to(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the ``count`` values of this dtype that :func:`compress` encoded."""
+    return TENSOR_CODECS[codec.name].decode(codec, data, count, dtype)
 
 
 def cast_clamped(values: Tensor, dtype: torch.dtype, num_members: int) -> Tensor:
@@ -116,16 +124,38 @@ def _unpack_bits(data: Tensor, bits: int, count: int) -> Tensor:
     return torch.stack(rows, dim=1).reshape(-1)[:count]
 
 
-def _encode_int8(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
+def _to_levels(values: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
+    """Return the nearest multiple of its chunk's scale for each value, as an integer, and the scales.
+
+    The largest magnitude of a chunk is ``num_levels`` scales. 16-bit floats are divided in 32 bits: a ratio of 16 bits
+    would be rounded before it is rounded to an integer.
+    """
     rows = _to_chunks(values)
-    scales = rows.abs().amax(dim=1) / INT8_LEVELS
-    levels = (rows / torch.where(scales > 0, scales, 1)[:, None]).round_().clamp_(-INT8_LEVELS, INT8_LEVELS)
+    scales = rows.abs().amax(dim=1) / num_levels
+    wide = torch.promote_types(values.dtype, torch.float32)
+    ratios = rows.to(wide) / torch.where(scales > 0, scales, 1).to(wide)[:, None]
+    levels = ratios.round_().clamp_(-num_levels, num_levels)
     return levels.nan_to_num_().to(torch.int8).view(-1)[: len(values)], scales
+
+
+def _encode_int8(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
+    return _to_levels(values, INT8_LEVELS)
 
 
 def _decode_int8(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     scales = _view_as(data, count, len(data), dtype)
     return _view_as(data, 0, count, torch.int8).to(dtype) * _repeat_per_chunk(scales, count)
+
+
+def _encode_int4(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
+    levels, scales = _to_levels(values, INT4_LEVELS)
+    return _pack_bits(levels + INT4_LEVELS, 4), scales
+
+
+def _decode_int4(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    level_bytes = -(-count // 2)
+    levels = _unpack_bits(data[:level_bytes], 4, count).to(dtype).sub_(INT4_LEVELS)
+    return levels * _repeat_per_chunk(_view_as(data, level_bytes, len(data), dtype), count)
 
 
 def _encode_signs(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
@@ -188,6 +218,7 @@ TENSOR_CODECS: dict[str, TensorCodec] = {
     "fp16": TensorCodec(_encode_cast, _decode_cast),
     "bf16": TensorCodec(_encode_cast, _decode_cast),
     "int8": TensorCodec(_encode_int8, _decode_int8),
+    "int4": TensorCodec(_encode_int4, _decode_int4),
     "twobit": TensorCodec(_encode_two_bits, _decode_two_bits),
     "sign": TensorCodec(_encode_signs, _decode_signs),
     "topk": TensorCodec(_encode_topk, _decode_topk),

@@ -35,6 +35,16 @@ from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
 
+ZERO3_OPTIONS = (
+    "reshard_after_forward",
+    "persistence_threshold",
+    "min_num_params",
+    "split_points",
+    "quantized_weights",
+    "quantized_gradients",
+)
+"""Options of ZeRO whose weights are shards."""
+
 BuiltStrategies: TypeAlias = Strategy | tuple[Strategy, ...]
 
 
@@ -95,15 +105,17 @@ STRATEGIES: dict[str, StrategyEntry] = {
     "zero": StrategyEntry(
         Zero,
         "replicas that shard optimizer state, gradients or weights",
-        ("level", "reshard_after_forward", "persistence_threshold", "min_num_params", "split_points"),
+        ("level", *ZERO3_OPTIONS),
         Zero,
     ),
-    "zero1": StrategyEntry(partial(Zero, level=1), "zero with sharded optimizer state", (), Zero),
-    "zero2": StrategyEntry(partial(Zero, level=2), "zero with sharded optimizer state and gradients", (), Zero),
+    "zero1": StrategyEntry(partial(Zero, level=1), "zero with sharded optimizer state", ("quantized_gradients",), Zero),
+    "zero2": StrategyEntry(
+        partial(Zero, level=2), "zero with sharded optimizer state and gradients", ("quantized_gradients",), Zero
+    ),
     "zero3": StrategyEntry(
         partial(Zero, level=3),
         "zero with sharded optimizer state, gradients and weights",
-        ("reshard_after_forward", "persistence_threshold", "min_num_params", "split_points"),
+        ZERO3_OPTIONS,
         Zero,
     ),
     "tree": StrategyEntry(

@@ -37,8 +37,9 @@ def sent_bytes(program: Program, size_of: SizeFn) -> tuple[Fraction, ...]:
     Collectives count what a ring algorithm sends: ``2 (n-1)/n`` of the tensor for an all-reduce, ``(n-1)/n`` for a
     reduce-scatter or an all-gather; a broadcast counts ``n-1`` tensors at its root. Weights that are freed after use
     are gathered as the model reads them, and gradients are summed as ranks send them: both may be casts. A compressed
-    all-reduce counts encoded bytes, ``n-1`` times if the codec gathers them. An all-gather of outputs counts those of
-    the rank's own microbatches ``n-1`` times.
+    all-reduce counts encoded bytes, ``n-1`` times if the codec gathers them; gathers and reduce-scatters with a codec
+    count ``(n-1)/n`` of the encoded bytes. An all-gather of outputs counts those of the rank's own microbatches ``n-1``
+    times.
     Commits send a few dozen bytes, which are not counted.
 
     Args:
@@ -65,7 +66,7 @@ def _sends(rank: int, instructions: Instructions, size_of: SizeFn) -> Iterator[t
         match instruction:
             case Collective(phase="wait"):
                 yield instruction, 0, 0
-            case Collective(_, tensor, group, codec=codec) if codec:
+            case Collective("all_reduce", tensor, group, codec=codec) if codec:
                 yield instruction, ring_volume_factor(codec, len(group)), size_of(tensor, codec)
             case Collective(tensor=TensorRef("out", (block,)), group=group):
                 yield instruction, (len(group) - 1) * count_forwards(instructions, block), size_of(instruction.tensor)
@@ -75,7 +76,8 @@ def _sends(rank: int, instructions: Instructions, size_of: SizeFn) -> Iterator[t
                     factor *= shard_fractions.get(tensor.blocks, 1) if op == "all_reduce" else 1
                     if op == "reduce_scatter":
                         shard_fractions[tensor.blocks] = Fraction(1, len(group))
-                yield instruction, factor, size_of(communicated_tensor(instruction, freed))
+                sent, codec = communicated_tensor(instruction, freed), instruction.codec
+                yield instruction, factor, size_of(tensor, codec) if codec else size_of(sent)
             case Send(tensor, codec=codec) | Push(tensor, codec=codec):
                 yield instruction, 1, size_of(tensor, codec)
             case ApplyPushes(units, workers) if instruction.replies:

@@ -1,7 +1,8 @@
-"""Compression codecs for gradients: their names, parameters and encoded sizes.
+"""Compression codecs for gradients and weights: their names, parameters and encoded sizes.
 
 A codec is described by pure data here; ``counterpoint.fabric.compression`` applies it to tensors. Every parameter of
-a unit is encoded separately, so that the encoded size follows from its shape.
+a unit is encoded separately, so that the encoded size follows from its shape. Shards that are encoded end after whole
+chunks of a parameter, so that those of all ranks together have the size of the whole.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class CodecSpec:
         has_error_feedback: whether the part of a gradient that is not sent is added to the next gradient.
         works_point_to_point: whether the encoded gradient of one member can be decoded alone, so that it can be sent to
             a peer.
+        works_on_shards: whether chunks of a parameter are encoded independently, each element to within a known
+            fraction of its chunk's scale, so that shards can be gathered and reduce-scattered without error feedback.
     """
 
     summary: str
@@ -50,6 +53,7 @@ class CodecSpec:
     number: tuple[str, Fraction] | None = None
     has_error_feedback: bool = True
     works_point_to_point: bool = True
+    works_on_shards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,14 @@ CODECS: dict[str, CodecSpec] = {
         f"{CHUNK_ELEMENTS} elements and its negative",
         "gather",
         _chunked_bytes(8),
+        works_on_shards=True,
+    ),
+    "int4": CodecSpec(
+        "every element rounded to one of 15 steps between the largest magnitude of "
+        f"{CHUNK_ELEMENTS} elements and its negative",
+        "gather",
+        _chunked_bytes(4),
+        works_on_shards=True,
     ),
     "twobit": CodecSpec("-{0}, 0 or {0} for every element", "gather", _two_bit_bytes, ("threshold", Fraction(1, 2))),
     "sign": CodecSpec(
@@ -184,6 +196,37 @@ def find_codec(text: str) -> Codec:
         allowed = {"fraction": "between 0 and 1", "rank": "a whole number from 1"}.get(meaning, "above 0")
         raise ProgramError(f"the {meaning} of {text!r} is {written}, but must be {allowed}")
     return Codec(name, number, spec)
+
+
+SHARD_CODECS: tuple[str, ...] = tuple(name for name, spec in CODECS.items() if spec.works_on_shards)
+"""Codecs of gathered weights and of reduce-scattered gradients."""
+
+
+def encodes_shards(op: str, codec: str) -> bool:
+    """Return whether a collective encodes shards, so that no rank keeps what its codec drops.
+
+    Example:
+        >>> encodes_shards("reduce_scatter", "int8"), encodes_shards("all_reduce", "int8")
+        (True, False)
+    """
+    return bool(codec) and op in {"reduce_scatter", "all_gather"}
+
+
+@cache
+def why_not_encoded(op: str, tensor_name: str, codec: str) -> str:
+    """Return why a collective cannot have a codec; empty if it can.
+
+    Raises:
+        ProgramError: there is no such codec.
+    """
+    name, spec = find_codec(codec).name, find_codec(codec).spec
+    if (op, tensor_name) == ("all_reduce", "grad"):
+        return ""
+    if (op, tensor_name) not in {("reduce_scatter", "grad"), ("all_gather", "weight")}:
+        return "only sums of gradients and gathers of weights can be compressed"
+    if not spec.works_on_shards:
+        return f"{name} is for all-reduces; gathers and reduce-scatters have {' or '.join(SHARD_CODECS)}"
+    return ""
 
 
 @cache

@@ -209,8 +209,10 @@ class Collective:
     A collective can be split into a start that does not block, ``all_reduce_start(grad3)@0,1``, and a wait,
     ``all_reduce_wait(grad3)@0,1``. An all-reduce of gradients can be compressed
     (:mod:`counterpoint.program.compression`), ``all_reduce:int8(grad3)@0,1``; its result is the sum of the members'
-    decoded gradients. After ``all_gather(out3)@0,1`` every member has the outputs and targets of all microbatches; it
-    evaluates the loss on them, and has its gradient with respect to the outputs of its own microbatches.
+    decoded gradients. So is that of a reduce-scatter, ``reduce_scatter:int4(grad3)@0,1``, without error feedback. After
+    ``all_gather:int8(weight3)@0,1`` every member has the decoded weights, and its shard as it was. After
+    ``all_gather(out3)@0,1`` every member has the outputs and targets of all microbatches; it evaluates the loss on
+    them, and has its gradient with respect to the outputs of its own microbatches.
 
     ===================  =================================================
     operation            result
@@ -228,7 +230,7 @@ class Collective:
         group: the participating ranks.
         phase: ``""`` for the whole operation, ``start`` to launch it without blocking, ``wait`` to wait for the
             launched one. The rows of sparse gradients are gathered at the wait, where all members must be for it.
-        codec: compression codec of a gradient; ``""`` for none.
+        codec: compression codec of a gradient, or of gathered weights; ``""`` for none.
     """
 
     op: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_reduce_mean"]

@@ -14,7 +14,7 @@ from typing import Literal, assert_never, cast, get_args
 
 from counterpoint.errors import ProgramError
 from counterpoint.optim.validation import MAX_QUOTED, parse_digits, renamed_hint, shorten
-from counterpoint.program.compression import CODEC_PATTERN, find_codec
+from counterpoint.program.compression import CODEC_PATTERN, find_codec, why_not_encoded
 from counterpoint.program.instruction import (
     ALPHA_PATTERN,
     ApplyPushes,
@@ -286,13 +286,10 @@ def _parse_collective(match: re.Match[str], max_ranks: int) -> Instruction:
     )
     phase = cast("Literal['', 'start', 'wait']", match["phase"] or "")
     codec = match["codec"] or ""
-    if codec and (op, match["operand"][:4]) != ("all_reduce", "grad"):
-        raise ProgramError(
-            f"only an all-reduce of gradients can be compressed, but {match[0]!r} is not one; omit :{codec}"
-        )
-    if codec:
-        find_codec(codec)
-    return Collective(op, parse_tensor_ref(match["operand"]), parse_group(match["group"], max_ranks), phase, codec)
+    tensor = parse_tensor_ref(match["operand"])
+    if codec and (reason := why_not_encoded(op, tensor.name, codec)):
+        raise ProgramError(f"{match[0]!r} cannot have a codec: {reason}; omit :{codec}")
+    return Collective(op, tensor, parse_group(match["group"], max_ranks), phase, codec)
 
 
 def _parse_message(match: re.Match[str]) -> Instruction:

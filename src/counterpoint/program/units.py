@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from counterpoint.program.compression import CHUNK_ELEMENTS, encodes_shards
 from counterpoint.program.instruction import (
     UNIT_TENSORS,
     ApplyPushes,
@@ -105,11 +106,42 @@ def communicated_tensor(instruction: Collective, freed: Collection[Unit]) -> Ten
     return TensorRef("reduced_grad", tensor.blocks) if tensor.name == "grad" else tensor
 
 
+def shard_multiple(instructions: Iterable[Instruction]) -> int:
+    """Return after which multiples of elements of a parameter shards may end, so that codecs can encode them.
+
+    Example:
+        >>> from counterpoint.program.text import parse_instruction
+        >>> shard_multiple([parse_instruction("all_gather:int8(weight0)@0,1")])
+        1024
+        >>> shard_multiple([parse_instruction("all_reduce:int8(grad0)@0,1")])
+        1
+    """
+    is_encoded = any(isinstance(one, Collective) and encodes_shards(one.op, one.codec) for one in instructions)
+    return CHUNK_ELEMENTS if is_encoded else 1
+
+
+def compresses_whole_grads(instruction: Instruction) -> bool:
+    """Return whether an instruction sends a whole gradient in a codec, which may keep what it drops for the next one.
+
+    Example:
+        >>> from counterpoint.program.text import parse_instruction
+        >>> [
+        ...     compresses_whole_grads(parse_instruction(f"{op}:int8(grad0)@0,1"))
+        ...     for op in ("all_reduce", "reduce_scatter")
+        ... ]
+        [True, False]
+    """
+    if isinstance(instruction, Collective) and encodes_shards(instruction.op, instruction.codec):
+        return False
+    return isinstance(instruction, Collective | Send | Push) and bool(instruction.codec)
+
+
 def host_shareable_units(instructions: Iterable[Instruction]) -> dict[tuple[int, ...], Group]:
     """Return the units whose weights ranks of one host can share, so that there is one copy instead of one per rank.
 
     These are the units whose gradient is reduce-scattered once and whose weights are all-gathered once, within one
-    group, and which are not freed: each rank updates its shard of the weights that all of them read.
+    group, and which are not freed: each rank updates its shard of the weights that all of them read. Collectives with
+    a codec are not among them.
 
     Args:
         instructions: the instructions of one rank.
@@ -121,10 +153,10 @@ def host_shareable_units(instructions: Iterable[Instruction]) -> dict[tuple[int,
         {(0,): (0, 1)}
     """
     collectives_of: dict[tuple[int, ...], list[tuple[str, Group]]] = {}
-    freed: set[tuple[int, ...]] = set()
+    excluded: set[tuple[int, ...]] = set()
     for instruction in instructions:
-        if isinstance(instruction, Free):
-            freed.add(instruction.tensor.blocks)
+        if isinstance(instruction, Free) or (isinstance(instruction, Collective) and instruction.codec):
+            excluded.add(instruction.tensor.blocks)
         elif (
             isinstance(instruction, Collective)
             and instruction.tensor.name in UNIT_TENSORS
@@ -134,7 +166,7 @@ def host_shareable_units(instructions: Iterable[Instruction]) -> dict[tuple[int,
     return {
         unit: collectives[0][1]
         for unit, collectives in collectives_of.items()
-        if unit not in freed
+        if unit not in excluded
         and [op for op, _ in collectives] == ["reduce_scatter", "all_gather"]
         and collectives[0][1] == collectives[1][1]
     }

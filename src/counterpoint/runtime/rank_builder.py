@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -43,7 +44,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.offloading import offloaded_weights
 from counterpoint.program.program import Program, weight_versions_needed
 from counterpoint.program.step_variants import StepVariant
-from counterpoint.program.units import freed_weights
+from counterpoint.program.units import compresses_whole_grads, freed_weights
 from counterpoint.runtime.autograd.segment_executor import BoundModel
 from counterpoint.runtime.batch_norm.deferred import DeferredBatchNorm, find_batch_norm_buffers, find_stats_peers
 from counterpoint.runtime.batch_norm.mode import BatchNormState
@@ -110,6 +111,7 @@ class RunSpec:
         rounds_stochastically: whether updated weights in bf16 are rounded so.
         reduce_dtype: in which gradients are summed over ranks, unless theirs is no wider; None for theirs.
         scaling_code: code of the model whose gradients are not proportional to those of its outputs; empty for none.
+        shard_multiple: shards may end within a parameter after multiples of so many elements, as codecs need.
     """
 
     step_variants: tuple[StepVariant, ...]
@@ -136,11 +138,21 @@ class RunSpec:
     offload: OffloadConfig | None = None
     input_offload: InputOffloadConfig | None = None
     weight_offload: WeightOffloadConfig | None = None
+    shard_multiple: int = 1
 
     @property
     def max_target_elements(self) -> int | None:
         """The most elements of a tensor that an optimizer updates; None for any number."""
         return None if self.offload is None else self.offload.max_target_elements
+
+    @property
+    def split_size(self) -> int | None:
+        """Elements of a parameter after multiples of which a shard may end; None if it may not end within one.
+
+        Both the optimizer and the codecs of gathers and reduce-scatters have a say.
+        """
+        own = self.optimizer_spec.split_size
+        return None if own is None else math.lcm(own, self.shard_multiple)
 
     @property
     def program(self) -> Program:
@@ -199,8 +211,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
     rank, rank_program = fabric.rank, run_spec.program.rank_programs[fabric.rank]
     instructions = [one for variant in run_spec.step_variants for one in variant.program.rank_programs[rank].body]
     roles, units = find_unit_roles(rank, instructions, run_spec.model_spec), run_spec.model_spec.units
-    needed = {name for unit in roles for name in units[unit]}
-    place = (rank_program.tp_rank, rank_program.tp_degree)
+    needed, place = {name for unit in roles for name in units[unit]}, (rank_program.tp_rank, rank_program.tp_degree)
     params = build_local_params(run_spec.model_spec, partition, model, place, needed, is_only=is_only)
     store = ParamStore(
         roles,
@@ -222,6 +233,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         offloaded=make_offloaded(run_spec.offload, rank),
         accelerator=accelerator,
         offloaded_weights=make_offloaded_weights(run_spec, instructions, rank),
+        split_size=run_spec.split_size,
     )
     if isinstance(partition, WholeModel):
         replace_params(model, params, store.params)
@@ -294,7 +306,7 @@ def can_decide_on_device(run_spec: RunSpec, model: nn.Module, accelerator: Accel
     if any(variant.async_pipeline is not None or variant.server_ranks for variant in run_spec.step_variants):
         return False
     if any(
-        isinstance(one, Push | Pull | ApplyPushes | SwapGradBuffers) or getattr(one, "codec", None)
+        isinstance(one, Push | Pull | ApplyPushes | SwapGradBuffers) or compresses_whole_grads(one)
         for body in bodies
         for one in body
     ):

@@ -27,7 +27,7 @@ from counterpoint.fabric.fabric import Fabric, Group, Json
 from counterpoint.model.spec import Unit
 from counterpoint.optim.blockwise import count_blocks
 from counterpoint.partitioning.dry_run import assign_values
-from counterpoint.program.compression import find_codec
+from counterpoint.program.compression import encodes_shards, find_codec
 from counterpoint.program.instruction import (
     ApplyPushes,
     Backward,
@@ -93,7 +93,7 @@ class ShardMap:
         ]
         layouts = build_layouts(
             params,
-            split_size=optimizer_spec.split_size,
+            split_size=self.run_spec.split_size,
             merges_params=optimizer_spec.merges_params,
             read_dtypes=self.run_spec.read_dtypes,
             holds_casts=self.run_spec.holds_casts,
@@ -634,7 +634,9 @@ def error_feedback_keys(shard_map: ShardMap) -> set[str]:
 def _error_feedback_groups(rank: int, instruction: Instruction) -> Iterator[tuple[Unit, Group]]:
     """Yield the unit and the group of an instruction with error feedback; nothing for most instructions."""
     match instruction:
-        case Collective(_, tensor, group, codec=codec) if codec and find_codec(codec).spec.has_error_feedback:
+        case Collective(op, tensor, group, codec=codec) if (
+            codec and not encodes_shards(op, codec) and find_codec(codec).spec.has_error_feedback
+        ):
             yield tensor.blocks, group
         case Send(tensor, peer, codec) | Push(tensor, peer, codec) if codec:
             yield tensor.blocks, peer_pair(peer, rank)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TypeAlias, TypeGuard
 
 from counterpoint.program.comm_volume import SizeFn
-from counterpoint.program.compression import find_codec
+from counterpoint.program.compression import encodes_shards, find_codec
 from counterpoint.program.instruction import (
     ApplyPushes,
     Backward,
@@ -154,10 +154,11 @@ def peak_memory_bytes(program: Program, size_of: SizeFn) -> tuple[int, ...]:
     Weights that are freed after use are gathered beside the shard of them. Casts of weights live from the forward of
     each microbatch to its backward, as activations do, and the gradients of casts exist twice while they are copied to
     the flat gradient that is communicated. A compression codec with error feedback keeps two residuals, the present one
-    and the one of the next step, and buffers for what it sends and gathers. States that are offloaded take the memory
-    of their buffers, until they are written again. A shard of weights that is offloaded is in memory from its fetch to
-    the gather, where it is copied, or until it is offloaded again, and twice during its update. Temporary memory of
-    operators inside a block is not in the program and not counted.
+    and the one of the next step, and buffers for what it sends and gathers. Gathers and reduce-scatters with a codec
+    have buffers until they are complete. States that are offloaded take the memory of their buffers, until they are
+    written again. A shard of weights that is offloaded is in memory from its fetch to the gather, where it is copied,
+    or until it is offloaded again, and twice during its update. Temporary memory of operators inside a block is not in
+    the program and not counted.
 
     Args:
         program: a verified program.
@@ -215,6 +216,7 @@ def _bytes_per_instruction(instructions: Instructions, units: Sequence[_Unit], s
             users[block].append(unit)
     memory = _initial_memory(instructions, users, size_of)
     memory.tally()
+    encoded: dict[TensorRef, int] = {}
     recompute_set, saved_bytes = find_recomputed(instructions), 0
     resident_bytes = memory.resident_bytes
     timeline = [resident_bytes]
@@ -234,7 +236,7 @@ def _bytes_per_instruction(instructions: Instructions, units: Sequence[_Unit], s
         if not isinstance(instruction, Forward | Recompute):
             _update_memory(memory, instruction, users)
             resident_bytes = memory.resident_bytes
-        temporary_bytes = _temporary_bytes(instruction, memory, users)
+        temporary_bytes = _temporary_bytes(instruction, memory, users) + _encoded_bytes(instruction, encoded, size_of)
         timeline.append(resident_bytes + saved_bytes + memory.fetched_bytes + temporary_bytes)
         # the backward itself still holds what it reads
         if key is not None and isinstance(instruction, Backward) and instruction.computes_weight_grad:
@@ -293,6 +295,25 @@ def _temporary_bytes(instruction: Instruction, memory: _RankMemory, users: _User
         for copied in (memory.copied_during_backward, memory.copied_after_backward)
     )
     return during + max(after - memory.cast_bytes(used), 0)  # at the end of a backward, its casts are freed
+
+
+def _encoded_bytes(instruction: Instruction, started: dict[TensorRef, int], size_of: SizeFn) -> int:
+    """Return the bytes, during an instruction, of what gathers and reduce-scatters with a codec send and receive.
+
+    Args:
+        instruction: the next one.
+        started: bytes of the collectives that have started, by tensor; updated.
+        size_of: bytes of a whole tensor on one rank.
+    """
+    if not isinstance(instruction, Collective) or not encodes_shards(instruction.op, instruction.codec):
+        return sum(started.values())
+    num_buffers = 1 if instruction.op == "all_gather" else 2
+    if instruction.phase != "wait":
+        started[instruction.tensor] = num_buffers * size_of(instruction.tensor, instruction.codec)
+    during = sum(started.values())
+    if instruction.phase != "start":
+        started.pop(instruction.tensor, None)
+    return during
 
 
 def _takes_shard(instruction: Instruction) -> TypeGuard[Collective]:

@@ -41,6 +41,10 @@ COPY_PASSES, ADD_PASSES = 3, 3
 READ_PASSES = 1.5
 """Reading one more operand is half as expensive as adding it: the write proceeds during the next read."""
 
+ENCODE_PASSES = {"int8": 8 * COPY_PASSES, "int4": 11 * COPY_PASSES}
+DECODE_PASSES = {"int8": 5 * COPY_PASSES, "int4": 8 * COPY_PASSES}
+"""Encoding and decoding with torch's operations, in times of a copy, measured on 2^22 float32 numbers on one core."""
+
 
 def memory_passes(instructions: Instructions, shares_memory: Callable[[Collective], bool]) -> list[float]:
     """Return for each instruction how many passes over its tensor it makes in the rank's memory.

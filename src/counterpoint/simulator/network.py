@@ -3,7 +3,8 @@
 A collective is modelled as :mod:`counterpoint.fabric` implements it. On a cluster without levels it is a ring of all
 members. Inside a host each member reduces one part of the value in shared memory. Over several hosts it has stages:
 each host reduce-scatters among its members, the holders of each part complete it in a ring of hosts, and each host
-all-gathers; so ``2 (h-1)/h`` of the value crosses the uplink of a host once, however many of its ranks are members.
+all-gathers; so ``2 (h-1)/h`` of the value crosses the uplink of a host once, however many of its ranks are members. A
+reduce-scatter with a codec is an all-to-all without stages.
 
 Over shared memory (:attr:`counterpoint.world.cluster.Link.is_shared_memory`) no link is occupied while a rank
 computes: copying is CPU work of the ranks themselves. A member of a collective then makes as many passes over memory
@@ -20,9 +21,9 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from counterpoint.program.comm_volume import SizeFn
-from counterpoint.program.compression import find_codec
+from counterpoint.program.compression import encodes_shards, find_codec
 from counterpoint.program.instruction import UNIT_SIZES, Collective, Commit, Group, Pull, Push, Recv, Send, TensorRef
-from counterpoint.simulator.memory_traffic import COPY_PASSES, READ_PASSES
+from counterpoint.simulator.memory_traffic import COPY_PASSES, DECODE_PASSES, ENCODE_PASSES, READ_PASSES
 from counterpoint.world.cluster import Cluster, Link
 
 
@@ -196,8 +197,9 @@ class NetworkModel:
             rank: the rank that executes it.
             shares_memory: whether parameters and gradients of its members are the same memory.
         """
+        coding_s = self._coding_s(instruction) * float(fraction)
         if not self.is_copied(instruction, rank):
-            return 0.0
+            return coding_s
         match instruction:
             case Pull(tensor) if self.size_of(tensor) > PIPE_CAPACITY_BYTES:
                 return 0.0  # the worker reads it while the server writes it
@@ -210,18 +212,30 @@ class NetworkModel:
                     )
                 return seconds / (1 if message_bytes > PIPE_CAPACITY_BYTES else 2)
             case Collective(tensor=tensor, group=group):
+                is_encoded = encodes_shards(instruction.op, instruction.codec)
                 moved_bytes = (
-                    self.size_of(tensor)
+                    self.size_of(tensor, instruction.codec if is_encoded else "")
                     * float(fraction)
                     * collective_memory_passes(
                         instruction, shares_memory=shares_memory and not self._casts_reductions(tensor)
                     )
                 )
                 return (
-                    self.cluster.link_among(group).latency_s / 2 + moved_bytes / self.cluster.device.reached_bytes_per_s
+                    self.cluster.link_among(group).latency_s / 2
+                    + moved_bytes / self.cluster.device.reached_bytes_per_s
+                    + coding_s
                 )
             case Commit(group):
                 return self.cluster.link_among(group).latency_s
+
+    def _coding_s(self, instruction: CommInstruction) -> float:
+        """Return how long a member of a collective encodes its shard or gradient, and decodes what it gets."""
+        if not isinstance(instruction, Collective) or not encodes_shards(instruction.op, instruction.codec):
+            return 0.0
+        name = find_codec(instruction.codec).name
+        encoded = Fraction(1, len(instruction.group) if instruction.op == "all_gather" else 1)
+        passes = encoded * ENCODE_PASSES[name] + DECODE_PASSES[name]
+        return self.size_of(instruction.tensor) * float(passes) / self.cluster.device.reached_bytes_per_s
 
     def _casts_reductions(self, tensor: TensorRef) -> bool:
         """Return whether ranks sum casts of a unit's gradient, which they do not share in memory."""
@@ -254,6 +268,8 @@ class NetworkModel:
         times, half_bytes = half_collectives(instruction, value_bytes)
         if len(members) == 1:
             return LinkLoad(times * shm_reduce_scatter_s(half_bytes, len(group), memory))
+        if instruction.op == "reduce_scatter" and instruction.codec:
+            return self._all_to_all(group, value_bytes, members)
         if self._needs_flat_ring(instruction, members):
             return _scale(self._flat_ring(group, half_bytes), times)
         num_hosts, num_parts = len(members), min(members.values())
@@ -272,6 +288,12 @@ class NetworkModel:
         rounds = math.ceil(math.log2(len(members)))
         between = self._transfer(instruction.group, rounds, rounds * value_bytes)
         return LinkLoad(inside_s + between.private_s, between.shared_s)
+
+    def _all_to_all(self, group: Group, value_bytes: Fraction | float, members: Counter[int]) -> LinkLoad:
+        """Return the load of each member's sending every other one a part: nothing is added up within a host before."""
+        is_shared = bool(self.cluster.shared_levels(group))
+        leaving = max((on_host if is_shared else 1) * (len(group) - on_host) for on_host in members.values())
+        return self._transfer(group, len(group) - 1, leaving * float(value_bytes) / len(group))
 
     def _flat_ring(self, group: Group, half_bytes: Fraction | float) -> LinkLoad:
         """Return the load of a ring of all members, which may leave the same host more than once."""

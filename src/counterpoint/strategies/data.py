@@ -46,7 +46,7 @@ class Data(Strategy):
     Args:
         degree: number of ranks along the new axis.
         update: ``replicated``: every replica updates all parameters; ``sharded``: each updates its shard.
-        compress: codec of the gradients: fp16, bf16, int8, twobit:0.5, sign, topk:0.01 or powersgd:1.
+        compress: codec of the gradients: fp16, bf16, int8, int4, twobit:0.5, sign, topk:0.01 or powersgd:1.
         reduce: ``sum``; or ``adasum``, which averages parallel components of the replicas' gradients and adds
             orthogonal ones.
         sync_every: average weights every this many steps instead of all-reducing gradients; 1 all-reduces gradients.

@@ -53,7 +53,7 @@ class Server(Strategy):
         servers: number of ranks that keep weights; each unit is assigned to the server with the fewest bytes.
         consistency: ``bsp``, ``ssp`` or ``asp``.
         staleness: with ssp, by how many pushes a worker may be ahead of the slowest; with 0 all wait for the slowest.
-        compress: codec of the gradients that are pushed: fp16, bf16, int8, twobit:0.5, sign or topk:0.01.
+        compress: codec of the gradients that are pushed: fp16, bf16, int8, int4, twobit:0.5, sign or topk:0.01.
         pull_every: with asp, a worker pushes in every step and pulls weights every this many steps.
 
     Promise:
@@ -222,7 +222,7 @@ def require_p2p_codec(compress: str) -> None:
     if not spec.works_point_to_point:
         raise PlanError(
             f"compress={compress} of server works only in an all-reduce, but each worker pushes to the servers "
-            "separately; give fp16, bf16, int8, twobit, sign or topk, or write data(...)"
+            "separately; give fp16, bf16, int8, int4, twobit, sign or topk, or write data(...)"
         )
 
 

@@ -9,7 +9,7 @@
 
 Units of at most ``persistence_threshold`` elements are treated at level 3 as at level 2: their weights stay whole. The
 gathers before computations are awaited; the pass ``prefetch`` starts them during the computation before, ``prefetch:2``
-two before.
+two before. With ``quantized_weights`` these gathers have a codec, with ``quantized_gradients`` the reduce-scatters.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeGuard
 
 from counterpoint.errors import PlanError
 from counterpoint.model.spec import ModelSpec, Unit
+from counterpoint.program.compression import SHARD_CODECS
 from counterpoint.program.instruction import (
     ApplyPushes,
     Backward,
@@ -30,6 +31,7 @@ from counterpoint.program.instruction import (
     Free,
     Group,
     Instruction,
+    TensorRef,
     grad,
     weight,
 )
@@ -41,7 +43,7 @@ from counterpoint.program.rewrite import (
     map_parts,
     order_by_grad_completion,
 )
-from counterpoint.strategies.options import changed_options, format_term
+from counterpoint.strategies.options import changed_options, format_term, require_choice
 from counterpoint.strategies.pipeline.partition import split_before
 from counterpoint.strategies.pipeline.split_points import find_start, has_explicit_stages, parse_split_points
 from counterpoint.strategies.replica_groups import (
@@ -71,9 +73,19 @@ class Zero(Strategy):
             are gathered once in a step, after the update. Gradients and states are shards as those of other units.
         min_num_params: at level 3, adjacent blocks are merged until their weights have at least so many elements, and
             are then gathered, run and reduced as one.
+        quantized_weights: at level 3, ``int8`` or ``int4`` gathers block-wise quantized weights (qwZ).
+        quantized_gradients: ``int8`` or ``int4`` reduce-scatters block-wise quantized gradients (qgZ).
         split_points: at level 3, the paths of the modules with which units begin, other than the first of the model:
             blocks between them are gathered, run and reduced as one. By default each block is a unit.
         name: the strategy as the user wrote it, for errors, if it is part of another one.
+
+    Promise:
+        The same results as single-process training, up to rounding, without quantized weights and gradients. With
+        them, each run of 1024 elements of a parameter has one scale ``s``: its largest magnitude divided by 127 for
+        ``int8``, by 7 for ``int4``. Forward and backward read weights that are within ``s/2`` of the ones that are
+        updated and saved, alike on all ranks; so does evaluation. An element of a gradient is within half of the sum of
+        the ranks' scales of the exact sum, for each reduce-scatter: one a step at level 1, else one for each microbatch
+        and chunk. Weights that stay whole, and rows of sparse gradients, are exact. Transports give the same bits.
 
     Cost:
         Bytes sent per rank and step, with M microbatches and P parameter bytes: level 1 ``2 (n-1)/n P``, level 2
@@ -82,12 +94,17 @@ class Zero(Strategy):
         weights: with 2 bytes instead of 4, ``2 M (n-1)/n P``; where ranks hold casts, P is their bytes. With
         ``reshard_after_forward=off`` level 3 sends ``(M+1) (n-1)/n P``, and holds whole weights from their first
         forward to their last backward. Of units within the ``persistence_threshold`` it sends as much as level 2, and
-        holds whole weights.
+        holds whole weights. Where weights or gradients are quantized, ``int8`` sends a byte of each element, ``int4``
+        half of one, and both a scale for each 1024 elements: at level 3 in float32 a fourth or an eighth of ``P``.
+        Shards end after multiples of 1024 elements of a parameter. Coding takes about as long as several copies of what
+        is gathered or reduced.
         Memory per rank: ``1/n`` of the optimizer state; from level 2 on ``1/n`` of the gradients from one forward to
         the next, and whole ones only until the last backward of their unit; at level 3 ``1/n`` of the weights.
 
     Source:
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 5.
+        Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023 (qwZ and qgZ;
+        with ``* data(m)`` between hosts, weights are gathered within a host only, as by its hpZ in the backward).
     """
 
     degree: int
@@ -96,6 +113,8 @@ class Zero(Strategy):
     persistence_threshold: int = 0
     min_num_params: int = 0
     split_points: tuple[str, ...] = ()
+    quantized_weights: str = ""
+    quantized_gradients: str = ""
     name: str = field(default="", compare=False, repr=False)
 
     axis: ClassVar[str] = "zero"
@@ -123,6 +142,22 @@ class Zero(Strategy):
                     f"{option}, or give level=3"
                 )
         self._check_split_points()
+        self._check_codecs()
+
+    def _check_codecs(self) -> None:
+        """Check that weights and gradients have codecs that shards can have.
+
+        Raises:
+            PlanError: one has another, or whole weights would be rounded.
+        """
+        for option in ("quantized_weights", "quantized_gradients"):
+            if getattr(self, option):
+                require_choice("zero", option, getattr(self, option), SHARD_CODECS)
+        if self.quantized_weights and self.level != 3:
+            raise PlanError(
+                f"zero(..., level={self.level}) keeps whole weights, which quantized_weights would round for good; "
+                "give level=3, where shards stay exact, or leave it out"
+            )
 
     def _check_split_points(self) -> None:
         """Check that each split point is the path of one module.
@@ -150,7 +185,8 @@ class Zero(Strategy):
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        changed = changed_options(self, "reshard_after_forward", *self._numbers, "split_points")
+        codecs = ("quantized_weights", "quantized_gradients")
+        changed = changed_options(self, "reshard_after_forward", *self._numbers, "split_points", *codecs)
         return self.name or format_term("zero", self.degree, [f"level={self.level}", *changed])
 
     @property
@@ -235,7 +271,19 @@ class Zero(Strategy):
             rank_program = map_parts(
                 rank_program, lambda body: [new for one in body for new in _all_gather_around(one, group, use)]
             )
+        if self.quantized_weights or self.quantized_gradients:
+            rank_program = map_parts(rank_program, lambda body: map(self._add_codec, body))
         return map_parts(rank_program, lambda body: add_after_updates(body, "all_gather", group, whole))
+
+    def _add_codec(self, instruction: Instruction) -> Instruction:
+        """Return a gather of weights that are freed, or a reduce-scatter, with its codec; others as they are."""
+        match instruction:
+            case Collective("all_gather", TensorRef("weight")) if self.quantized_weights:
+                return replace(instruction, codec=self.quantized_weights)
+            case Collective("reduce_scatter", TensorRef("grad")) if self.quantized_gradients:
+                return replace(instruction, codec=self.quantized_gradients)
+            case _:
+                return instruction
 
     def estimate_cost(self, inner: CostEstimate, model: ModelSpec) -> CostEstimate:
         """Return the cost with the reduce-scatters and all-gathers of the level."""
@@ -256,16 +304,23 @@ class Zero(Strategy):
 
     def _collectives_per_step(self, unit: Unit, rank: RankCost, model: ModelSpec) -> Fraction:
         """Return how many reduce-scatters and all-gathers of a unit one step has; one of casts counts in part."""
-        reduced = model.reduced_fraction(unit)
+        reduced = self._encoded_fraction(unit, model, self.quantized_gradients) or model.reduced_fraction(unit)
         if self.level == 1:
             return reduced + 1
         if self._stays_whole(unit, model):
             return rank.num_micros * rank.num_chunks(unit) * reduced + 1
         uses = sum(block in rank.blocks for block in unit)
-        gathered = Fraction(model.unit_bytes(unit, held_as="gathered_weight"), model.unit_bytes(unit) or 1)
+        gathered = self._encoded_fraction(unit, model, self.quantized_weights) or Fraction(
+            model.unit_bytes(unit, held_as="gathered_weight"), model.unit_bytes(unit) or 1
+        )
         if self.reshard_after_forward == "off":
             return gathered + rank.num_micros * rank.num_chunks(unit) * reduced
         return rank.num_micros * (2 * uses * gathered + rank.num_chunks(unit) * reduced)
+
+    @staticmethod
+    def _encoded_fraction(unit: Unit, model: ModelSpec, codec: str) -> Fraction:
+        """Return the bytes of a unit in a codec as a fraction of those of its weights; 0 without a codec."""
+        return Fraction(model.unit_bytes(unit, codec), model.unit_bytes(unit) or 1) if codec else Fraction(0)
 
 
 class _UnitUse(NamedTuple):

@@ -669,7 +669,10 @@ def find_known_causes(run: RecordedRun, trained: PlanRun, num_microbatches: int)
     instructions = [instruction for _, instruction in compiled.program.instructions()]
     codecs = {one.codec for one in instructions if isinstance(one, Collective | Send | Push) and one.codec}
     if codecs:
-        yield f"gradients are compressed by {', '.join(sorted(codecs))}, which rounds them; omit compress="
+        yield (
+            f"gradients or gathered weights are compressed by {', '.join(sorted(codecs))}, which rounds them; omit "
+            "compress=, quantized_weights= and quantized_gradients="
+        )
     if run.options.clip_by == "stage" and any(isinstance(one, Pipeline) for one in compiled.plan.strategies):
         yield "clip_by='stage' clips the norm of each stage, not that of the whole model; give clip_by='model'"
     if num_microbatches == 1:

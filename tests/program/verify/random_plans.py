@@ -10,6 +10,7 @@ from counterpoint.compiler.compile import compile as compile_plan
 from counterpoint.model.dataflow import INPUT, ValueSpec
 from counterpoint.model.spec import Block, LayerSpec, ModelSpec, Param, linear_chain
 from counterpoint.plan.plan import Plan
+from counterpoint.program.compression import SHARD_CODECS
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.easgd import ElasticAveraging
 from counterpoint.strategies.parameter_server import Server
@@ -83,7 +84,7 @@ def degrees(most):
 
 TESTED_SCHEDULES = [(schedule.name, chunks) for schedule in SCHEDULES for chunks in schedule.chunk_counts[:2]]
 """Each with a number of chunks per stage, of which the two lowest are tried."""
-CODECS = ["fp16", "bf16", "int8", "twobit", "twobit:0.25", "sign", "topk", "topk:0.3", "powersgd", "powersgd:3"]
+CODECS = ["fp16", "bf16", "int8", "int4", "twobit", "twobit:0.25", "sign", "topk", "topk:0.3", "powersgd", "powersgd:3"]
 
 
 def replicas(most):
@@ -204,7 +205,11 @@ def legal_plans(draw, model):
         add(draw(servers(4) if "server" in kinds else centers(4)))
     elif "zero" in kinds and not has_tree:
         options = draw(st.sampled_from([(1,), (2,), (3,), (3, "off"), (3, "on", 2 * WIDTH), (3, "off", 2 * WIDTH)]))
-        add(Zero(draw(degrees(4)), *((1,) if is_coded else options)))
+        options = (1,) if is_coded else options
+        weights = draw(st.sampled_from(["", *SHARD_CODECS])) if options[0] == 3 else ""
+        gradients = draw(st.sampled_from(["", *SHARD_CODECS]))
+        zero = Zero(draw(degrees(4)), *options)
+        add(replace(zero, quantized_weights=weights, quantized_gradients=gradients))
     if "more data" in kinds and not any(
         strategy_kind(strategy) in {"ssp", "asp", "elastic averaging"} for strategy in chosen
     ):

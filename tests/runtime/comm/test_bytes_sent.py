@@ -1,4 +1,4 @@
-"""Bytes that a step sends, with all-reduces run as rings of counted messages."""
+"""Bytes that a step sends, with all-reduces and all-gathers run as rings of counted messages."""
 
 import math
 from fractions import Fraction
@@ -60,6 +60,11 @@ class RingFabric:
         self.sent += (len(whole) - (bounds[position + 1] - bounds[position])) * whole.element_size()
         return self.fabric.reduce_scatter(label, whole, bounds, group, op)
 
+    def all_to_all(self, label, whole, counts, group):
+        position = group.index(self.rank)
+        self.sent += (len(whole) - counts[position][position]) * whole.element_size()
+        return self.fabric.all_to_all(label, whole, counts, group)
+
     def all_gather(self, label, whole, bounds, group):
         position, count = group.index(self.rank), len(group)
         for hop in range(count - 1):
@@ -85,6 +90,24 @@ def count_bytes(plan, num_steps):
 def test_a_step_sends_the_bytes_of_the_closed_formula(option):
     sent, expected = count_bytes(f"data({N}, {option})" if option else f"data({N})", num_steps=1)
     assert sent == expected == CLOSED[option]
+
+
+def in_bits(bits):
+    return weight(lambda *shape: math.ceil(math.prod(shape) * bits / 8) + 8)
+
+
+@pytest.mark.parametrize(
+    ("option", "shards"),
+    [
+        ("quantized_weights=int8", 2 * in_bits(8) + in_bits(64) - 8 * len(SHAPES)),
+        ("quantized_gradients=int4", 2 * (in_bits(64) - 8 * len(SHAPES)) + in_bits(4)),
+        ("quantized_weights=int4, quantized_gradients=int8", 2 * in_bits(4) + in_bits(8)),
+    ],
+)
+def test_quantized_shards_have_the_bytes_of_codes_and_scales(option, shards):
+    """Weights are gathered twice, gradients reduced once."""
+    sent, expected = count_bytes(f"zero({N}, level=3, {option})", num_steps=1)
+    assert sent == expected == Fraction(N - 1, N) * shards
 
 
 def test_eight_steps_with_one_synchronization_send_one_all_reduce():

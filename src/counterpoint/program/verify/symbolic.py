@@ -26,6 +26,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
+from counterpoint.program.compression import why_not_encoded
 from counterpoint.program.execution_order import GroupInterner, execution_order, format_locations
 from counterpoint.program.instruction import (
     UNIT_TENSORS,
@@ -564,8 +565,8 @@ class _SymbolicExecutor:
 
     def collective(self, rank: int, index: int, instruction: Collective) -> None:
         """Execute a collective when its last member arrives."""
-        if instruction.codec and (instruction.op, instruction.tensor.name) != ("all_reduce", "grad"):
-            raise self.violation(6, rank, index, "only an all-reduce of gradients can be compressed")
+        if instruction.codec and (fact := why_not_encoded(instruction.op, instruction.tensor.name, instruction.codec)):
+            raise self.violation(6, rank, index, fact)
         if instruction.tensor.name == "out":  # the loss may have parameters, which are in the last block's units
             for unit in self.units_of[instruction.tensor.blocks[0]]:
                 self.read_version(rank, index, unit, 0)

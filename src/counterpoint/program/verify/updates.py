@@ -35,7 +35,7 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import Instructions, Program, shift_microbatch
 from counterpoint.program.text import format_group, format_instruction, format_unit
-from counterpoint.program.units import Unit
+from counterpoint.program.units import Unit, freed_weights
 from counterpoint.program.verify.symbolic import CommitRecord, GradContribution, SymbolicResult, UpdateRecord
 
 
@@ -46,6 +46,7 @@ def check_commit_before_update(rank_instructions: Sequence[Instructions]) -> Non
         ProgramError: an update would be applied without agreement, or weights would be changed by a codec.
     """
     for rank, instructions in enumerate(rank_instructions):
+        _check_decoded_weights_freed(rank_instructions, rank)
         agreed = False
         for index, instruction in enumerate(instructions):
             match instruction:
@@ -66,6 +67,21 @@ def check_commit_before_update(rank_instructions: Sequence[Instructions]) -> Non
                     agreed = False
                 case _:
                     pass
+
+
+def _check_decoded_weights_freed(rank_instructions: Sequence[Instructions], rank: int) -> None:
+    """Check that weights which were gathered with a codec are freed, so that updates use those of shards (rule 6)."""
+    instructions = rank_instructions[rank]
+    gathers = [
+        (index, one.tensor.blocks)
+        for index, one in enumerate(instructions)
+        if isinstance(one, Collective) and one.codec and one.op == "all_gather"
+    ]
+    freed = freed_weights(instructions) if gathers else ()
+    for index, unit in gathers:
+        if unit not in freed:
+            fact = "the weights are not freed after use, so that ranks would go on with what a codec has rounded"
+            raise rule_violation(rank_instructions, (rank, index), 6, fact)
 
 
 def check_gradients_freed(

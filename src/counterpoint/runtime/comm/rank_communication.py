@@ -224,7 +224,7 @@ class RankCommunication:
             case "reduce_scatter":
                 return flat_params.grads.start_reduce_scatter(self.fabric, instruction, label)
             case "all_gather":
-                return flat_params.start_all_gather(self.fabric, group, label, self.executor.model.read_dtypes)
+                return flat_params.start_all_gather(self.fabric, instruction, label, self.executor.model.read_dtypes)
             case "all_reduce_mean":
                 return self.fabric.all_reduce(label, flat_params.weights.data, group, "mean")
             case "broadcast":

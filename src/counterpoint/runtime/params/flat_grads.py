@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from counterpoint.fabric.cast_reductions import start_cast_all_reduce, start_cast_reduce_scatter
 from counterpoint.fabric.fabric import Fabric, Work
+from counterpoint.fabric.quantized_collectives import start_quantized_reduce_scatter
 from counterpoint.fabric.reductions import LOW_PRECISION
+from counterpoint.program.compression import find_codec
 from counterpoint.program.instruction import Collective
 from counterpoint.rpc.segments import discard_pages
 from counterpoint.runtime.optimizer_spec import clip_by_value, scale_grad
@@ -260,7 +262,12 @@ class FlatGrads(GradStorage):
 
     def start_reduce_scatter(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
         """Start to sum the flat gradients of a group; each member gets its shard of the sum."""
-        return self._start_reduce(fabric, instruction, label, self.collect_all())
+        flat = self.collect_all()
+        if instruction.codec:
+            ranges = self.layout.shard_ranges(len(instruction.group), self.rows.slots)
+            codec = find_codec(instruction.codec)
+            return start_quantized_reduce_scatter(fabric, label, flat, ranges, instruction.group, codec)
+        return self._start_reduce(fabric, instruction, label, flat)
 
     def start_all_reduce(self, fabric: Fabric, instruction: Collective, label: str) -> Work:
         """Start to sum the shards of a group, or the flat gradients if this rank has no shard."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -170,6 +171,23 @@ class FlatLayout:
             return slot.stop
         cut = slot.start - (slot.start - element) // self.split_size * self.split_size
         return cut if slot.stop - cut >= self.split_size else slot.stop
+
+    def shard_ranges(self, num_parts: int, excluded: Collection[str] = ()) -> list[list[tuple[int, int]]]:
+        """Return the ranges of single parameters that each of equal shards consists of.
+
+        Args:
+            num_parts: number of shards.
+            excluded: parameters that are left out.
+        """
+        bounds = self.shard_bounds(num_parts)
+        return [
+            [
+                (max(slot.start, low), min(slot.stop, high))
+                for slot in self.slots
+                if slot.name not in excluded and max(slot.start, low) < min(slot.stop, high)
+            ]
+            for low, high in pairwise(bounds)
+        ]
 
     def as_param_shape(self, flat: Tensor, start: int, stop: int) -> Tensor:
         """View a range in the shape of its parameter; flat if it is not exactly one, or shards may split them."""

@@ -34,6 +34,9 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric, Group, Work
+from counterpoint.fabric.quantized_collectives import start_quantized_all_gather
+from counterpoint.program.compression import find_codec
+from counterpoint.program.instruction import Collective
 from counterpoint.runtime.offload.offloaded_state import absent_values
 from counterpoint.runtime.offload.offloaded_weights import OffloadedShard, OffloadedWeights
 from counterpoint.runtime.params.flat_grads import FlatGrads, GradRange, GradStorage
@@ -143,10 +146,27 @@ class FlatParams:
 
     def unshard_weights(self) -> None:
         """Allocate the full buffer and copy the local shard into it; the rest is uninitialized."""
-        storage = self.weights.untyped_storage()
-        if self.local_shard is not self.weights and storage.size() == 0:
-            storage.resize_(self.layout.num_elements * self.weights.element_size())
+        if self._allocate_weights():
             self.weights.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.own_weights())
+
+    def _allocate_weights(self) -> bool:
+        """Allocate the full buffer; return whether it was free, so that all of it is uninitialized."""
+        storage = self.weights.untyped_storage()
+        if self.local_shard is self.weights or storage.size() > 0:
+            return False
+        storage.resize_(self.layout.num_elements * self.weights.element_size())
+        return True
+
+    def _allocate_gathered(self, read_dtypes: Mapping[str, torch.dtype]) -> tuple[Tensor, bool]:
+        """Return the buffer for gathered weights, and whether it was free, so that all of it is uninitialized."""
+        read = self.read_weights
+        if read is None or any(read_dtypes.get(name) != read.dtype for name in self.params):
+            is_new = self._allocate_weights()
+            return self.weights.data, is_new
+        is_new = read.untyped_storage().size() == 0
+        if is_new:
+            read.untyped_storage().resize_(read.numel() * read.element_size())
+        return read.data, is_new
 
     def reshard_weights(self) -> None:
         """Free the full buffers, unless the rank keeps them; the local shard stays."""
@@ -161,30 +181,36 @@ class FlatParams:
             self.weights.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.local_shard.data)
 
     def start_all_gather(
-        self, fabric: Fabric, group: Group, label: str, read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+        self,
+        fabric: Fabric,
+        instruction: Collective,
+        label: str,
+        read_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> Work:
         """Start to gather the shards of the weights, each from the member of the group that keeps it.
 
+        With a codec the whole weights are what all shards decode to, this rank's, too; the shards stay as they are.
+
         Args:
             fabric: of this rank.
-            group: the ranks that keep the shards.
+            instruction: the gather, with the ranks that keep the shards.
             label: of the collective.
             read_dtypes: of the parameters that the model reads in a narrower dtype now, in training or evaluation.
         """
+        group = instruction.group
         if self.grads.is_shared:
             return fabric.barrier_async(label, group)
-        bounds, read = self.layout.shard_bounds(len(group)), self.read_weights
-        if read is None or any(read_dtypes.get(name) != read.dtype for name in self.params):
-            self.unshard_weights()
-            whole = self.weights.data
+        whole, is_new = self._allocate_gathered(read_dtypes)
+        if instruction.codec:
+            ranges, codec = self.layout.shard_ranges(len(group)), find_codec(instruction.codec)
+            work = start_quantized_all_gather(fabric, label, self.own_weights().data, whole, ranges, group, codec)
         else:
-            whole = read.data
-            if read.untyped_storage().size() == 0:
-                read.untyped_storage().resize_(read.numel() * read.element_size())
-                read.data[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.own_weights())
+            if is_new:
+                whole[self.shard_bounds[0] : self.shard_bounds[1]].copy_(self.own_weights())
+            work = fabric.all_gather(label, whole, self.layout.shard_bounds(len(group)), group)
         if self.offloaded_shard is not None:
-            self.offloaded_shard.finish()  # its values are in the whole weights now
-        return fabric.all_gather(label, whole, bounds, group)
+            self.offloaded_shard.finish()  # its values are in the whole weights now, or encoded
+        return work
 
     def own_weights(self) -> Tensor:
         """Return the weights that this rank keeps, from where they are; valid until the next call."""

@@ -273,6 +273,7 @@ class ParamStore:
             device are applied on the host.
         accelerator: that the parameters are on; None for the host.
         offloaded_weights: the file of weights that are elsewhere between uses, and the units that they belong to.
+        split_size: of the layouts of flat parameters; 0 for that of the optimizer.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one rank
@@ -297,6 +298,7 @@ class ParamStore:
         offloaded: OffloadedState | HostState | None = None,
         accelerator: Accelerator | None = None,
         offloaded_weights: tuple[OffloadedWeights, Collection[Unit]] | None = None,
+        split_size: int | None = 0,
     ) -> None:
         self.params, self.offloaded = dict(params), offloaded
         self.offloaded_weights = None if offloaded_weights is None else offloaded_weights[0]
@@ -304,7 +306,7 @@ class ParamStore:
         self.accelerator, self.state_allocator = accelerator, state_allocator
         self.host_targets: dict[tuple[Unit, ...], HostTargets] = {}  # of a device, by the units of an optimizer
         self.read_dtypes, self.rounding, self.reduce_dtype = read_dtypes, rounding, reduce_dtype
-        self.holds_casts = holds_casts
+        self.holds_casts, self.split_size = holds_casts, optimizer_spec.split_size if split_size == 0 else split_size
         self.grad_check = grad_check or GradCheck()
         self.keeps_grads = keeps_grads
         self.buffers = dict(buffers)
@@ -459,7 +461,7 @@ class ParamStore:
         ]
         layouts = build_layouts(
             described,
-            split_size=self.optimizer_spec.split_size,
+            split_size=self.split_size,
             merges_params=self.optimizer_spec.merges_params,
             read_dtypes=self.read_dtypes,
             reduce_dtype=self.reduce_dtype,

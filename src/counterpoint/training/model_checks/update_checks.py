@@ -8,6 +8,7 @@ from counterpoint.optim.low_bit_adam import BlockwiseAdam
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Update
 from counterpoint.program.program import RankProgram
+from counterpoint.program.units import compresses_whole_grads
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec
 from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.rank_builder import independent_replicas
@@ -121,7 +122,7 @@ def require_skippable_params(plan: Plan, compiled: CompiledPlan, *, applies_one_
         PlanError: ranks have gradients of several steps, or compressed ones.
     """
     is_compressed = any(
-        getattr(instruction, "codec", "")
+        compresses_whole_grads(instruction)
         for variant in compiled.step_variants
         for _, instruction in variant.program.instructions()
     )

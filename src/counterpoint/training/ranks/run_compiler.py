@@ -31,7 +31,7 @@ from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Forward
 from counterpoint.program.offloading import OFFLOAD_CHUNK_BYTES
 from counterpoint.program.program import Program
-from counterpoint.program.units import freed_weights
+from counterpoint.program.units import freed_weights, shard_multiple
 from counterpoint.runtime.loss.loss_parameters import LossParameters
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.offload.offloaded_inputs import InputOffloadConfig
@@ -148,7 +148,6 @@ class RunCompiler:
         spec = build_model_spec(described, plan, options.profile, microbatch_size, self.trained)
         full_plan = with_partition(with_loss_pass(plan, options), spec, options.profile)
         compiled = compile(full_plan, spec, samples_per_micro=microbatch_size)
-        num_microbatches = len(compiled.program.micros)
         if whole_reasons and fabric.rank == 0 and freed_weights(one for _, one in compiled.program.instructions()):
             warn_single_unit(self.model, str(plan), whole_reasons[0])
         scaling_code = self.require_parts(plan, partition, compiled, inputs, state)
@@ -158,7 +157,7 @@ class RunCompiler:
         check_batch_norm(self.model, compiled, num_samples, options.batch_norm, fabric.rank)
         if isinstance(partition, TracedPartition) and any(block.tp is not None for block in compiled.model.blocks):
             verify_tensor_parallel(partition, compiled.model, dict(self.model.named_parameters()))
-        if num_microbatches > 1 and fabric.rank == 0:
+        if (num_microbatches := len(compiled.program.micros)) > 1 and fabric.rank == 0:
             warn_unkeyed(self.model, draw_sites, str(plan), num_microbatches)
         run_spec = RunSpec(
             compiled.step_variants,
@@ -185,6 +184,7 @@ class RunCompiler:
             offload=self.find_offload(compiled),
             input_offload=self.find_input_offload(compiled),
             weight_offload=self.find_weight_offload(compiled),
+            shard_multiple=shard_multiple(one for _, one in compiled.program.instructions()),
         )
         return CompiledRun(partition, compiled, run_spec, uses_rng, state.changed_inputs, state.reads_values)
 
