@@ -52,6 +52,9 @@ ARGUMENTS = {
     | {"strategy": "zero(2, level=3, persistence_threshold=1000000)", "num_microbatches": 4}
     | {"precision": BF16, "nonfinite": "skip"},
     "zero3_without_prefetch": DATA | {"strategy": "zero(2, level=3)"},
+    "zero_plus_plus": DATA
+    | {"strategy": "zero(2, level=3, quantized_weights=int8, quantized_gradients=int4)", "passes": PREFETCH}
+    | {"precision": "bf16(norms=compute, output=compute)"},
     "state_on_nvme": DATA
     | {"strategy": "zero(2, level=3)", "passes": (*PREFETCH, "offload:state=disk"), "offload_folder": "/local_nvme"},
     "weights_on_nvme": DATA
@@ -71,6 +74,18 @@ ARGUMENTS = {
 }
 SIZE: dict[str, Any] = {"train_batch_size": 8}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "quantized weights that are whole": (
+        {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}},
+        "zero_quantized_weights=true is for stage 3, but stage=2; write stage 3, or omit it",
+    ),
+    "quantized gradients of replicas": (
+        {"zero_optimization": {"zero_quantized_gradients": True}},
+        "zero_quantized_gradients=true is for stage 3, but stage=0; write stage 3, or omit it",
+    ),
+    "gradients that are quantized and cast": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, "communication_data_type": "fp16"},
+        "sends gradients in 4 bits, and communication_data_type='fp16' casts them; omit one of the two",
+    ),
     "weights on the host": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
         "zero_optimization.offload_param.device=cpu is not supported: weights stay on the device; on CPUs",

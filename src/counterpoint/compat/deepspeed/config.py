@@ -38,6 +38,8 @@ DTYPE_NAMES = {
     "bfloat16": "bf16",
 }  # fmt: skip
 """DeepSpeed's names of dtypes, also after ``torch.``, and those of plans."""
+QUANTIZED_WEIGHTS = "zero_optimization.zero_quantized_weights"
+QUANTIZED_GRADIENTS = "zero_optimization.zero_quantized_gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +408,7 @@ def _plan_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]
     stage = values["zero_optimization.stage"]
     if stage not in (0, 1, 2, 3):
         raise PlanError(f"zero_optimization.stage={stage} is not 0, 1, 2 or 3")
+    _require_quantizable(values)
     if stage == 0:
         return {"strategy": f"data({num_ranks})"}
     if stage < 3:
@@ -414,9 +417,35 @@ def _plan_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str, Any]
     threshold = int(BY_PATH[path].default if values[path] == "auto" else values[path])
     if threshold < 0:
         raise PlanError(f"{path}={threshold} is negative; give the most elements of weights that stay whole, or 0")
-    strategy = Zero(num_ranks, level=3, persistence_threshold=threshold)
+    strategy = Zero(
+        num_ranks,
+        level=3,
+        persistence_threshold=threshold,
+        quantized_weights="int8" if values[QUANTIZED_WEIGHTS] else "",
+        quantized_gradients="int4" if values[QUANTIZED_GRADIENTS] else "",
+    )
     prefetches = values["zero_optimization.stage3_prefetch_bucket_size"] != 0
     return {"strategy": str(strategy), **({"passes": ("overlap", "prefetch")} if prefetches else {})}
+
+
+def _require_quantizable(values: Mapping[str, Any]) -> None:
+    """Check that weights and gradients are quantized at stage 3 only, and gradients not cast besides.
+
+    Raises:
+        PlanError: they are.
+    """
+    for path in (QUANTIZED_WEIGHTS, QUANTIZED_GRADIENTS):
+        if values[path] and values["zero_optimization.stage"] != 3:
+            raise PlanError(
+                f"{path}=true is for stage 3, but stage={values['zero_optimization.stage']}; write stage 3, or omit it"
+            )
+    communication = values["communication_data_type"]
+    casts = communication is not None and _parse_dtype("communication_data_type", communication) != "fp32"
+    if casts and values[QUANTIZED_GRADIENTS]:
+        raise PlanError(
+            f"{QUANTIZED_GRADIENTS}=true sends gradients in 4 bits, and communication_data_type="
+            f"{shorten(repr(communication))} casts them; omit one of the two"
+        )
 
 
 _OFFLOADS: dict[str, dict[str, str]] = {
@@ -494,7 +523,7 @@ def _precision_arguments(values: Mapping[str, Any], num_ranks: int) -> dict[str,
     reduce = "fp32" if section == "torch_autocast" else section
     if communication is not None:
         reduce = _parse_dtype("communication_data_type", communication)
-    reduce = reduce if num_ranks > 1 else "fp32"
+    reduce = reduce if num_ranks > 1 and not values[QUANTIZED_GRADIENTS] else "fp32"
     if section == "torch_autocast":
         compute = _parse_dtype("torch_autocast.dtype", values["torch_autocast.dtype"])
         loss_scale = {"loss_scale": "dynamic"} if compute == "fp16" else {}

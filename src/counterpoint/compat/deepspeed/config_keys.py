@@ -254,13 +254,28 @@ ZERO_KEYS = (
     _refused(
         "zero_optimization.zero_hpz_partition_size",
         "int",
-        "write zero(n, level=3) * data(m): shards within n ranks, m replicas of them",
+        "write zero(n, level=3) * data(m): shards within n ranks, m replicas of them; both may be quantized",
         neutral=(None, 0, 1),
     ),
-    _refused("zero_optimization.zero_quantized_weights", "bool", "gather casts instead: bf16, or precision='bf16'"),
+    _becomes(
+        "zero_optimization.zero_quantized_weights",
+        "bool",
+        False,
+        "quantized_weights=int8 of zero at stage 3, with one scale for 1024 elements",
+    ),
     _refused("zero_optimization.zero_quantized_nontrainable_weights", "bool", "gather casts: precision='bf16'"),
-    _refused("zero_optimization.zero_quantized_gradients", "bool", "set communication_data_type to bf16"),
-    _refused("zero_optimization.zeropp_loco_param", "dict", "set communication_data_type to bf16", neutral=(None,)),
+    _becomes(
+        "zero_optimization.zero_quantized_gradients",
+        "bool",
+        False,
+        "quantized_gradients=int4 of zero at stage 3, added up in float32 and rounded once, also between hosts",
+    ),
+    _refused(
+        "zero_optimization.zeropp_loco_param",
+        "dict",
+        "what zero_quantized_gradients drops is not kept; omit it",
+        neutral=(None,),
+    ),
     _refused(
         "zero_optimization.mics_shard_size",
         "int",
