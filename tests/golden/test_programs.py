@@ -21,6 +21,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "data_2": ("data(2)", {"m": 2}),
     "data_2_overlap": ("data(2)", {"m": 2, **EARLY}),
     "data_2_shared": ("data(2, update=sharded)", {"m": 2}),
+    "data_2_onebit": ("data(2, compress=onebit, compress_from=9)", {"m": 2}),
     "data_2_compress_overlap": ("data(2, compress=topk:0.01)", {"m": 2, **EARLY}),
     "data_2_data_2_compress": ("data(2) * data(2, compress=int8)", {}),
     "data_4_adasum_tied": ("data(4, reduce=adasum)", {"tied": True, "blocks": 3}),

@@ -19,7 +19,7 @@ from counterpoint.program.verify.verifier import Bounds, verify
         ("fp16", (10, 30), 600), ("bf16", (), 2),
         ("int8", (1024,), 1024 + 4), ("int8", (1025,), 1025 + 8), ("int8", (0,), 0),
         ("int4", (1024,), 512 + 4), ("int4", (1025,), 513 + 8), ("int4", (0,), 0),
-        ("sign", (1024,), 128 + 4), ("sign", (9,), 2 + 4),
+        ("sign", (1024,), 128 + 4), ("sign", (9,), 2 + 4), ("onebit", (1025,), 129 + 8),
         ("twobit", (32, 2), 16), ("twobit:0.1", (5,), 2),
         ("topk", (1000,), 10 * 8), ("topk:0.01", (101,), 2 * 8), ("topk:1", (3,), 24), ("topk", (0,), 0),
         ("powersgd", (100, 50), 150 * 4), ("powersgd:2", (100, 5, 10), 300 * 4), ("powersgd", (100,), 400),
@@ -40,7 +40,7 @@ def test_scales_values_and_factors_are_as_wide_as_the_gradients():
 
 @pytest.mark.parametrize("code", CODECS)
 def test_a_sum_is_added_up_on_the_way_or_gathered(code):
-    once = Fraction(3, 2) if code in {"fp16", "bf16", "powersgd"} else 3
+    once = Fraction(3, 2) if code in {"fp16", "bf16", "onebit", "powersgd"} else 3
     assert ring_volume_factor(code, 4) == once
     assert ring_volume_factor(code, 1) == 0
     assert ring_volume_factor("", 4) == Fraction(3, 2)

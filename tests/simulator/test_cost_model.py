@@ -136,6 +136,7 @@ def test_an_async_stage_holds_its_weight_versions_and_the_activations_in_flight(
     [
         ("data(2, compress=fp16)", 4 + 2 + 0.5),
         ("data(2, compress=twobit)", 4 + 2 + 2 / 16),
+        ("data(2, compress=onebit, compress_from=9)", 4 + 2 + 2 / 2 + 132 / 4096),
         ("data(4, reduce=adasum)", 4 + 4),
         ("data(2) * data(2, compress=topk)", 4 + 2 + 2 * 656 * 8 / WEIGHT),
     ],

@@ -126,6 +126,16 @@ def test_a_plan_that_does_not_fit_the_model_says_why(text, given, message):
             "reshard_after_forward, or give level=3",
         ),
         (
+            "data(2, compress=onebit)",
+            "compress=onebit is for the momentum of 1-bit Adam after its warm-up; also give compress_from=..., the "
+            "freeze_step of OneBitAdam",
+        ),
+        (
+            "data(2, compress_from=9)",
+            "compress_from=9 of data is the number of steps before compress=... begins; give 1 or more together with "
+            "compress=powersgd:2, for example",
+        ),
+        (
             "zero(2, level=3, quantized_weights=sign)",
             "zero has no quantized_weights=sign; give quantized_weights=int8 or quantized_weights=int4",
         ),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from counterpoint.program.compression import CHUNK_ELEMENTS, INDEX_BYTES, Codec, topk_count
+from counterpoint.program.compression import CHUNK_ELEMENTS, CODECS, INDEX_BYTES, Codec, topk_count
 
 INT8_LEVELS = 127
 """Quantization levels of ``int8`` on each side of zero."""
@@ -166,6 +166,14 @@ def _encode_signs(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
     return _pack_bits(values >= 0, 1), rows.abs().sum(dim=1) / lengths
 
 
+def _encode_one_bit(codec: Codec, values: Tensor) -> tuple[Tensor, ...]:
+    rows = _to_chunks(values)
+    lengths = values.new_full((len(rows),), CHUNK_ELEMENTS)
+    if len(rows):
+        lengths[-1] = len(values) - CHUNK_ELEMENTS * (len(rows) - 1)
+    return _pack_bits(values >= 0, 1), torch.linalg.vector_norm(rows, dim=1) / lengths.sqrt()
+
+
 def _decode_signs(codec: Codec, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     sign_bytes = -(-count // 8)
     signs = _unpack_bits(data[:sign_bytes], 1, count).to(dtype).mul_(2).sub_(1)
@@ -221,10 +229,11 @@ TENSOR_CODECS: dict[str, TensorCodec] = {
     "int4": TensorCodec(_encode_int4, _decode_int4),
     "twobit": TensorCodec(_encode_two_bits, _decode_two_bits),
     "sign": TensorCodec(_encode_signs, _decode_signs),
+    "onebit": TensorCodec(_encode_one_bit, _decode_signs),
     "topk": TensorCodec(_encode_topk, _decode_topk),
     "adasum": TensorCodec(_encode_identity, _decode_identity),
 }
 """Codecs that encode a gradient without knowing the other members'."""
 
-POINT_TO_POINT_CODECS = tuple(name for name in TENSOR_CODECS if name != "adasum")
+POINT_TO_POINT_CODECS = tuple(name for name in TENSOR_CODECS if CODECS[name].works_point_to_point)
 """Codecs that also work for a message between two ranks, where nothing is reduced."""

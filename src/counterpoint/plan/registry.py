@@ -99,7 +99,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
     "data": StrategyEntry(
         _build_data,
         "replicas on their own samples, gradients all-reduced before the update",
-        ("update", "compress", "reduce", "sync_every", "sync_first", "staleness", *BUCKET_OPTIONS),
+        ("update", "compress", "compress_from", "reduce", "sync_every", "sync_first", "staleness", *BUCKET_OPTIONS),
         Data,
     ),
     "zero": StrategyEntry(

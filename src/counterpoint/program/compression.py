@@ -36,8 +36,8 @@ class CodecSpec:
 
     Args:
         summary: what is sent, in one line; ``{}`` is replaced by the number.
-        reduction: ``reduce`` adds encoded values on the way, ``reduce twice`` in two rounds, ``gather`` sends the
-            encoded values of each member to all others, which decode and add them in the order of the group.
+        reduction: ``reduce`` sends encoded parts and encoded sums of them, ``reduce twice`` in two rounds, ``gather``
+            sends the encoded values of each member to all others, which decode and add them in the order of the group.
         encoded_size: encoded bytes of one parameter, as one member sends it to one other.
         number: name and default of the codec's number; None if it has none.
         has_error_feedback: whether the part of a gradient that is not sent is added to the next gradient.
@@ -144,6 +144,12 @@ CODECS: dict[str, CodecSpec] = {
     "sign": CodecSpec(
         f"the sign of every element, and the mean magnitude of each {CHUNK_ELEMENTS}", "gather", _chunked_bytes(1)
     ),
+    "onebit": CodecSpec(
+        f"of the momentum of 1-bit Adam the sign of every element, and the root mean square of each {CHUNK_ELEMENTS}",
+        "reduce",
+        _chunked_bytes(1),
+        works_point_to_point=False,
+    ),
     "topk": CodecSpec(
         "the largest {}% of each parameter's elements, with their indices",
         "gather",
@@ -200,6 +206,11 @@ def find_codec(text: str) -> Codec:
 
 SHARD_CODECS: tuple[str, ...] = tuple(name for name, spec in CODECS.items() if spec.works_on_shards)
 """Codecs of gathered weights and of reduce-scattered gradients."""
+
+
+def exchanges_momentum(codec: str) -> bool:
+    """Return whether a codec sums the momenta of 1-bit Adam, which ranks have parts of, in place of gradients."""
+    return bool(codec) and find_codec(codec).name == "onebit"
 
 
 def encodes_shards(op: str, codec: str) -> bool:

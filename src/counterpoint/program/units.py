@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from counterpoint.program.compression import CHUNK_ELEMENTS, encodes_shards
+from counterpoint.program.compression import CHUNK_ELEMENTS, encodes_shards, exchanges_momentum
 from counterpoint.program.instruction import (
     UNIT_TENSORS,
     ApplyPushes,
@@ -116,7 +116,10 @@ def shard_multiple(instructions: Iterable[Instruction]) -> int:
         >>> shard_multiple([parse_instruction("all_reduce:int8(grad0)@0,1")])
         1
     """
-    is_encoded = any(isinstance(one, Collective) and encodes_shards(one.op, one.codec) for one in instructions)
+    is_encoded = any(
+        isinstance(one, Collective) and (encodes_shards(one.op, one.codec) or exchanges_momentum(one.codec))
+        for one in instructions
+    )
     return CHUNK_ELEMENTS if is_encoded else 1
 
 

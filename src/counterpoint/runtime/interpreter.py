@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Literal
 
@@ -32,6 +32,7 @@ from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Group
 from counterpoint.fabric.shm.magnitudes import find_magnitudes, magnitude_tensor
 from counterpoint.model.spec import Unit
+from counterpoint.program.compression import exchanges_momentum
 from counterpoint.program.instruction import (
     Collective,
     Commit,
@@ -118,6 +119,15 @@ from counterpoint.strategies.buckets import BucketConfig
 
 COMMUNICATING_CALLS = frozenset({CollectiveRun, Send, Recv, Push, Pull, ApplyPushesRun})
 """Calls that may wait for other ranks; commits, which wait as well, stop the timer themselves."""
+
+
+def too_late_to_scale(scale: Tensor | float) -> DataError:
+    """Return the error for a factor of summed gradients, where ranks sum momenta."""
+    return DataError(
+        f"gradients are multiplied with {float(scale):g} after they are summed, as for a mean by weights or a sum over "
+        "samples, but ranks with compress=onebit sum momenta; use a loss that is a mean over samples, or omit "
+        "compress=onebit"
+    )
 
 
 class Interpreter:
@@ -813,8 +823,16 @@ class Interpreter:
         bound = self.guard.clip_value
         if (not isinstance(scale, Tensor) and scale == 1.0 and bound is None) or self.is_skipped():
             return
+        if self.exchanges_momentum:
+            raise too_late_to_scale(scale)
         for unit in self.store.units.values():
             unit.clip_grads(scale, bound)
+
+    @cached_property
+    def exchanges_momentum(self) -> bool:
+        """Whether ranks sum momenta in some steps, in place of gradients."""
+        instructions = (one for program, _ in self.programs.values() for one in program.instructions)
+        return any(isinstance(one, Collective) and exchanges_momentum(one.codec) for one in instructions)
 
     def pushed_values(self, unit: Unit) -> list[Tensor]:
         """Return what is pushed of a unit's gradient, without indices of rows."""

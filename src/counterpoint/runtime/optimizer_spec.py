@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from counterpoint.errors import DataError, PlanError, first_line
 from counterpoint.optim.low_bit_adam import Adam8bit, AdamBf16, AdamW8bit, AdamWBf16, BlockwiseAdam
+from counterpoint.optim.one_bit_adam import OneBitAdam
 from counterpoint.runtime.compiler_import import without_dynamo_import
 from counterpoint.runtime.optimizer_state_view import StateOfRanks
 from counterpoint.runtime.rebuilt_optimizer import rebuild_optimizer, require_own_step
@@ -53,6 +54,7 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[optim.Optimizer]] = frozenset(
         optim.Rprop,
         AdamBf16,
         AdamWBf16,
+        OneBitAdam,
     }
 )
 """Optimizers whose update is elementwise, so that parameters may be merged into one tensor, or split."""

@@ -597,7 +597,7 @@ def restore_delayed_grads(
                 flat[slot.start : slot.stop].copy_(local.reshape(-1))
 
 
-ERROR_FEEDBACK_KINDS = ("residual", "q_factor")
+ERROR_FEEDBACK_KINDS = ("residual", "server_residual", "q_factor")
 
 
 def error_feedback_key(rank: int, unit: Unit, index: int, group: Group) -> str:
@@ -612,6 +612,8 @@ def collect_error_feedback(rank: RankRuntime) -> Iterator[TensorSlice]:
         if error_feedback is None or error_feedback.residual is None:
             continue
         yield whole_tensor(f"residual@{key}", error_feedback.residual)
+        if error_feedback.server_residual is not None:
+            yield whole_tensor(f"server_residual@{key}", error_feedback.server_residual)
         for name, q_factor in error_feedback.q_factors.items():
             yield whole_tensor(f"q_factor@{key}:{name}", q_factor.contiguous())
 
@@ -661,7 +663,9 @@ def restore_error_feedback(rank: RankRuntime, names: Iterable[str], read: Callab
             if f"q_factor@{key}:{slot.name}" in usable
         }
         residual = read(f"residual@{key}").to(flat_params.weights.device, copy=True)
-        flat_params.error_feedback_for(group).restore(residual, q_factors)
+        name = f"server_residual@{key}"
+        server_residual = read(name).to(flat_params.weights.device, copy=True) if name in usable else None
+        flat_params.error_feedback_for(group).restore(residual, q_factors, server_residual)
 
 
 def _error_feedback_slots(rank: RankRuntime) -> Iterator[tuple[str, FlatParams, Group]]:

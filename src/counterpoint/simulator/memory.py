@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TypeAlias, TypeGuard
 
 from counterpoint.program.comm_volume import SizeFn
-from counterpoint.program.compression import encodes_shards, find_codec
+from counterpoint.program.compression import encodes_shards, exchanges_momentum, find_codec
 from counterpoint.program.instruction import (
     ApplyPushes,
     Backward,
@@ -367,6 +367,8 @@ def _initial_memory(instructions: Instructions, users: _Users, size_of: SizeFn) 
                     len(group) if spec.reduction == "gather" else 1
                 )
                 residuals[unit] = residuals.get(unit, Fraction(0)) + spec.has_error_feedback
+                if exchanges_momentum(codec):  # the residual of the rank's part of the sum
+                    residuals[unit] += Fraction(1, len(group))
             case Send(TensorRef("grad", unit), codec=codec) | Push(TensorRef("grad", unit), codec=codec) if codec:
                 memory.codec_buffers[instruction] = size_of(instruction.tensor, codec)
                 residuals[unit] = residuals.get(unit, Fraction(0)) + 1

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from counterpoint.errors import PlanError, ProgramError
 from counterpoint.model.spec import ModelSpec
-from counterpoint.program.compression import find_codec, ring_volume_factor
+from counterpoint.program.compression import exchanges_momentum, find_codec, ring_volume_factor
 from counterpoint.program.instruction import ApplyPushes, Collective, Group, grad
 from counterpoint.program.program import Program, RankProgram
 from counterpoint.program.rewrite import insert_before_commit, order_by_grad_completion
@@ -43,10 +43,16 @@ class Data(Strategy):
     last step is applied only if a resumed run continues from its checkpoint. Clipping uses the norm of the gradient
     that is applied.
 
+    With ``compress_from=m`` the first m steps all-reduce uncompressed gradients. ``compress=onebit`` is the exchange of
+    1-bit Adam, after the ``freeze_step=m`` of :class:`counterpoint.optim.one_bit_adam.OneBitAdam`: each replica adds
+    its gradient to the momentum, sends the signs of the result and the root mean square of each 1024 elements, and gets
+    the same of the sum.
+
     Args:
         degree: number of ranks along the new axis.
         update: ``replicated``: every replica updates all parameters; ``sharded``: each updates its shard.
-        compress: codec of the gradients: fp16, bf16, int8, int4, twobit:0.5, sign, topk:0.01 or powersgd:1.
+        compress: codec of the gradients: fp16, bf16, int8, int4, twobit:0.5, sign, topk:0.01 or powersgd:1; or onebit.
+        compress_from: number of steps at the beginning without compression.
         reduce: ``sum``; or ``adasum``, which averages parallel components of the replicas' gradients and adds
             orthogonal ones.
         sync_every: average weights every this many steps instead of all-reducing gradients; 1 all-reduces gradients.
@@ -60,6 +66,8 @@ class Data(Strategy):
         With ``compress`` the applied gradient is the sum of the decoded gradients, bit-identical on all replicas. Each
         replica adds its compression error to its next gradient (error feedback), so that everything is sent
         eventually; a sum in fp16 or bf16 is itself rounded. A skipped step leaves the error feedback unchanged.
+        With ``compress=onebit`` both what a replica sends and the sum are compressed with error feedback, and all
+        replicas have the same momentum.
         With ``reduce=adasum`` the gradient of each parameter is the adaptive sum of the replicas' mean gradients;
         replicas without samples do not take part. Replicas are combined in pairs, recursively; an odd one waits for
         the next round, so any number of replicas works. Sparse gradients are summed uncompressed with both options.
@@ -71,7 +79,7 @@ class Data(Strategy):
 
     Cost:
         Bytes sent per rank and step: ``2 (n-1)/n`` times the gradient bytes that it updates. With ``compress``: the
-        encoded bytes ``2 (n-1)/n`` times for fp16, bf16 and powersgd, ``n-1`` times for all other codecs. With
+        encoded bytes ``2 (n-1)/n`` times for fp16, bf16, powersgd and onebit, ``n-1`` times for all other codecs. With
         ``reduce=adasum``: the gradient bytes ``n-1`` times. With sync_every=k on average ``2 (n-1)/n`` of ``1/k`` of
         the gradient bytes, all in every k-th step. Sparse gradients are counted as dense ones, though only rows are
         sent.
@@ -87,6 +95,7 @@ class Data(Strategy):
         Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; MXNet's gradient compression, 2018 (twobit).
         Lin et al., Deep Gradient Compression, ICLR 2018 (topk, without its momentum correction).
         Vogels et al., PowerSGD, NeurIPS 2019.
+        Tang et al., 1-bit Adam, ICML 2021, algorithm 1 (onebit; DeepSpeed has one root mean square for all elements).
         Maleki et al., Scaling Distributed Training with Adaptive Summation, MLSys 2021 (adasum).
         Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, algorithm 1.
         Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020 (post-local SGD).
@@ -101,6 +110,7 @@ class Data(Strategy):
     sync_first: int = 0
     staleness: int = 0
     buckets: BucketConfig = DEFAULT_BUCKETS
+    compress_from: int = 0
 
     axis: ClassVar[str] = "data"
 
@@ -131,6 +141,16 @@ class Data(Strategy):
             _ = self.codec and find_codec(self.codec)
         except ProgramError as error:
             raise PlanError(str(error)) from None
+        if self.compress_from < 0 or (self.compress_from and not self.compress):
+            raise PlanError(
+                f"compress_from={self.compress_from} of data is the number of steps before compress=... begins; give "
+                "1 or more together with compress=powersgd:2, for example"
+            )
+        if self.codec and exchanges_momentum(self.codec) and not self.compress_from:
+            raise PlanError(
+                "compress=onebit is for the momentum of 1-bit Adam after its warm-up; also give compress_from=..., the "
+                "freeze_step of OneBitAdam"
+            )
         if self.codec and (self.sync_every > 1 or self.staleness):
             raise PlanError(
                 f"{self} combines {self.codec} with sync_every or staleness, but a codec is for gradients that are "
@@ -151,7 +171,9 @@ class Data(Strategy):
 
     def __str__(self) -> str:
         """Write the strategy as in a plan."""
-        changed = changed_options(self, "update", "compress", "reduce", "sync_every", "sync_first", "staleness")
+        changed = changed_options(
+            self, "update", "compress", "reduce", "sync_every", "sync_first", "staleness", "compress_from"
+        )
         return format_term("data", self.degree, [*changed, *self.buckets.options()])
 
     @property
@@ -162,12 +184,18 @@ class Data(Strategy):
     @property
     def sync_schedule(self) -> SyncSchedule:
         """Which kind of step is taken when."""
-        return SyncSchedule(self.sync_every, self.sync_first, self.staleness) if self.degree > 1 else SyncSchedule()
+        if self.degree == 1:
+            return SyncSchedule()
+        return SyncSchedule(self.sync_every, self.sync_first, self.staleness, self.compress_from)
 
     def variant(self, kind: StepKind) -> Strategy:
         """Return the strategy that builds the program of one kind of step."""
         if kind in {"local", "sync"}:
             return LocalSGD(self.degree, kind == "sync", str(self))
+        if kind == "compressed":
+            return self
+        if self.compress_from:
+            return replace(self, compress="", compress_from=0)
         return replace(self, sync_every=1, sync_first=0)
 
     @property
@@ -195,7 +223,7 @@ class Data(Strategy):
             if self.codec and isinstance(instruction, Collective) and instruction.op == "reduce_scatter":
                 raise PlanError(
                     f"{self} comes after a strategy that shards gradients, but {self.codec} needs whole gradients; "
-                    f"write {self} first, or drop the codec"
+                    + ("drop the codec" if self.compress_from else f"write {self} first, or drop the codec")
                 )
         if self.degree == 1:
             return program

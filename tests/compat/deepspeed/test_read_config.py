@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a scale beyond float32": ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "the loss scale of fp16"),
     "a misspelt optimizer": ({"optimizer": {"type": "AdmaW"}}, "did you mean 'AdamW'"),
     "a misspelt parameter": ({"optimizer": {"type": "AdamW", "params": {"wight_decay": 0}}}, "'weight_decay'"),
-    "an optimizer of one bit": ({"optimizer": {"type": "OneBitAdam"}}, "compress=sign"),
+    "an optimizer of one bit": ({"optimizer": {"type": "OneBitAdam"}}, "compress=onebit"),
     "no bias correction": ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "always corrects"),
     "AMSGrad of the fused Adam": ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "torch_adam"),
     "a norm in the optimizer": ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),

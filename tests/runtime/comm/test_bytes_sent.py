@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import pytest
 
@@ -9,7 +10,8 @@ from counterpoint.fabric.collectives.algorithms import ring
 from counterpoint.fabric.collectives.execute import execute
 from counterpoint.fabric.collectives.schedule import rank_schedule
 from counterpoint.fabric.fabric import CompletedWork
-from tests.runtime.local_ranks import build_local_ranks, chain, make_batch
+from counterpoint.optim.one_bit_adam import OneBitAdam
+from tests.runtime.local_ranks import ADAMW, build_local_ranks, chain, make_batch
 
 N = 4  # ranks
 SHAPES = [(6, 6), (6,)] * 4  # of float64
@@ -75,9 +77,9 @@ class RingFabric:
         return CompletedWork()
 
 
-def count_bytes(plan, num_steps):
+def count_bytes(plan, num_steps, optimizer=ADAMW):
     """Return the mean bytes sent per rank, and those of the plan's formula."""
-    with build_local_ranks(plan, model=chain(4), share_params_on_host=False) as local_ranks:
+    with build_local_ranks(plan, model=chain(4), optimizer=optimizer, share_params_on_host=False) as local_ranks:
         for rank in local_ranks.ranks.values():
             rank.interpreter.communication.fabric = RingFabric(rank.interpreter.fabric)
         for number in range(num_steps):
@@ -90,6 +92,16 @@ def count_bytes(plan, num_steps):
 def test_a_step_sends_the_bytes_of_the_closed_formula(option):
     sent, expected = count_bytes(f"data({N}, {option})" if option else f"data({N})", num_steps=1)
     assert sent == expected == CLOSED[option]
+
+
+def test_momenta_in_one_bit_have_the_bytes_of_signs_and_scales():
+    """The first step sends gradients; the formula is that of all later ones."""
+    optimizer = partial(OneBitAdam, lr=1e-2, freeze_step=1)
+    (first, _), (both, formula) = (
+        count_bytes(f"data({N}, compress=onebit, compress_from=1)", num_steps, optimizer) for num_steps in (1, 2)
+    )
+    assert first == CLOSED[""]
+    assert both - first == formula / 2 == SUM * weight(lambda *s: math.ceil(math.prod(s) / 8) + 8)
 
 
 def in_bits(bits):

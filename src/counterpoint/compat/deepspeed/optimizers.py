@@ -33,7 +33,8 @@ ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "set_grad_none", "fused", "max_gra
 
 REFUSED_OPTIMIZERS = MappingProxyType(
     {
-        "OneBitAdam": "write AdamW, and data(n, compress=sign) for gradients of one bit with error feedback",
+        "OneBitAdam": "make counterpoint.optim.one_bit_adam.OneBitAdam in the script, and write "
+        "data(n, compress=onebit, compress_from=FREEZE_STEP)",
         "ZeroOneAdam": "write AdamW, and data(n, compress=sign) for gradients of one bit with error feedback",
         "OneBitLamb": "make cp.LAMB in the script, and write data(n, compress=sign)",
         "Lamb": "make cp.LAMB in the script: DeepSpeed limits the ratio of norms to max_coeff, cp.LAMB the norm",

@@ -2,14 +2,14 @@
 
 What a rank has not sent stays in its residual (:class:`counterpoint.runtime.params.flat_params.ErrorFeedback`):
 ``residual' = (grad + residual) - decoded(sent)``. The sum is rounded once, as any float sum. The difference is exact
-for casts, ``int8`` and ``topk``, and for ``twobit`` with a power of two as threshold, so that sent values and residual
-add up bit for bit; ``sign`` and ``powersgd`` round it once. A new residual becomes current only when a commit has
-decided that the step is applied.
+for casts, ``int8``, ``int4`` and ``topk``, and for ``twobit`` with a power of two as threshold, so that sent values and
+residual add up bit for bit; ``sign``, ``onebit`` and ``powersgd`` round it once. A new residual becomes current only
+when a commit has decided that the step is applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -28,10 +28,11 @@ from counterpoint.fabric.compression import (
     orthonormalize,
 )
 from counterpoint.fabric.fabric import Fabric, Group, Work
-from counterpoint.program.compression import Codec, powersgd_rank
+from counterpoint.fabric.quantized_collectives import start_quantized_all_gather, start_quantized_reduce_scatter
+from counterpoint.program.compression import Codec, exchanges_momentum, powersgd_rank
 from counterpoint.runtime.params.flat_grads import CombinedWork
 from counterpoint.runtime.params.flat_layout import ParamSlot
-from counterpoint.runtime.params.flat_params import FlatParams
+from counterpoint.runtime.params.flat_params import FlatParams, Momentum
 
 
 def dense_slots(flat_params: FlatParams) -> list[ParamSlot]:
@@ -46,6 +47,7 @@ def compressed_all_reduce(  # noqa: PLR0913 - what a compressed collective depen
     group: Group,
     codec: Codec,
     sample_fractions: Sequence[float],
+    momenta: Callable[[], Sequence[Momentum]],
     loss_scale: float = 1.0,
 ) -> Work:
     """Start to replace a flat gradient by the sum of the members' compressed gradients.
@@ -57,14 +59,18 @@ def compressed_all_reduce(  # noqa: PLR0913 - what a compressed collective depen
         group: the members.
         codec: how it is compressed.
         sample_fractions: for each member its gradient's samples divided by all samples of the loss.
+        momenta: returns the optimizer's momenta of the flat parameters.
         loss_scale: what the gradient is divided by before it is compressed, and its sum multiplied with.
     """
     if loss_scale != 1.0:
         flat_params.own_grads.collect_all().mul_(1.0 / loss_scale)
-        work = compressed_all_reduce(fabric, label, flat_params, group, codec, sample_fractions)
+        work = compressed_all_reduce(fabric, label, flat_params, group, codec, sample_fractions, momenta)
         return _ScaledWork(work, flat_params, loss_scale)
     if codec.name in CAST_DTYPES:
         return _cast_all_reduce(fabric, label, flat_params, group, codec)
+    if exchanges_momentum(codec.name):
+        own_fraction = sample_fractions[group.index(fabric.rank)]
+        return _MomentumReduce(fabric, label, flat_params, group, codec, (momenta(), own_fraction))
     if codec.name == "powersgd":
         return _PowerSGDReduce(fabric, label, flat_params, group, codec)
     return _GatherReduce(fabric, label, flat_params, group, codec, sample_fractions)
@@ -206,6 +212,61 @@ class _GatherReduce(Work):
             target.copy_(tensors[0])
             for tensor in tensors[1:]:
                 target += tensor
+
+
+class _MomentumReduce(Work):
+    """1-bit Adam: momenta that members have added their gradients to, and then their sum, are sent in one bit.
+
+    ::
+
+        member i   f_i decay m + (1 - decay) g_i + residual_i  --encode--> bits  --all-to-all--> its range of all
+        its range  sum of what they decode to + residual       --encode--> bits  --all-gather--> m' of all members
+
+    ``f_i`` is the member's fraction of the samples, ``g_i`` its part of the gradient. The result is the gradient
+    ``(m' - decay m) / (1 - decay)``, with which the optimizer's momentum becomes ``m'``.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        label: str,
+        flat_params: FlatParams,
+        group: Group,
+        codec: Codec,
+        momenta_and_fraction: tuple[Sequence[Momentum], float],
+    ) -> None:
+        self.fabric, self.label, self.group, self.codec = fabric, label, group, codec
+        self.momenta, own_fraction = momenta_and_fraction
+        rows = flat_params.own_grads.rows
+        rows.require_dense()
+        self.grad, self.error_feedback = flat_params.own_grads.collect_all(), flat_params.error_feedback_for(group)
+        for start, stop, values, decay in self.momenta:
+            self.grad[start:stop].mul_(1 - decay)
+            if values is not None:
+                self.grad[start:stop].add_(values.view(-1), alpha=own_fraction * decay)
+        compensated = self.error_feedback.add_residual(self.grad, rows)
+        self.ranges = flat_params.layout.shard_ranges(len(group))
+        self.grad.copy_(compensated)
+        self.work = start_quantized_reduce_scatter(fabric, label, self.grad, self.ranges, group, codec)
+        for start, stop in (one for own in self.ranges for one in own):
+            part = compensated[start:stop]
+            part -= decompress(codec, compress(codec, part), part)
+
+    def wait(self) -> None:
+        """Gather the compressed sum, and write the gradient that the optimizer makes it of."""
+        self.work.wait()
+        own = self.ranges[self.group.index(self.fabric.rank)]
+        total = torch.cat([self.grad[:0], *(self.grad[start:stop] for start, stop in own)])
+        total = self.error_feedback.add_server_residual(total)
+        gather = start_quantized_all_gather(
+            self.fabric, f"{self.label} again", total, self.grad, self.ranges, self.group, self.codec
+        )
+        gather.wait()
+        total -= torch.cat([self.grad[:0], *(self.grad[start:stop] for start, stop in own)])
+        for start, stop, values, decay in self.momenta:
+            if values is not None:
+                self.grad[start:stop].sub_(values.view(-1), alpha=decay)
+            self.grad[start:stop].div_(1 - decay)
 
 
 class _PowerSGDReduce(Work):

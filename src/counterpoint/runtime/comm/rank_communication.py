@@ -10,6 +10,7 @@ gradients are gathered as rows instead.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -246,6 +247,7 @@ class RankCommunication:
             instruction.group,
             find_codec(instruction.codec),
             self.sample_fractions(instruction),
+            partial(self.store.momenta, instruction.tensor.blocks, flat_params),
             self.loss_scale,
         )
 

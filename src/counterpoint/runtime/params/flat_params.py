@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -319,15 +319,33 @@ class ReadParam(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
+class Momentum(NamedTuple):
+    """The momentum of a range of flat parameters: a running mean of gradients.
+
+    Args:
+        start: first element of the range.
+        stop: one past its last.
+        values: flat, of the optimizer's state; None before the first update.
+        decay: its decay factor.
+    """
+
+    start: int
+    stop: int
+    values: Tensor | None
+    decay: float
+
+
 class ErrorFeedback:
     """State of one codec between steps, for one unit's flat parameters and one group."""
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
+        self.server_residual: Tensor | None = None  # of the sum of this rank's range, if that is compressed, too
         self.q_factors: dict[str, Tensor] = {}  # by parameter: the factor that powersgd starts the next step with
         self._initial_q_factors: dict[str, Tensor] = {}
         self._gather_buffer: Tensor | None = None
         self._next_residual: Tensor | None = None
+        self._next_server_residual: Tensor | None = None
         self._next_q_factors: dict[str, Tensor] = {}
         self._is_pending = False
 
@@ -344,6 +362,11 @@ class ErrorFeedback:
             self._next_residual[slot.start : slot.stop].zero_()
         return self._next_residual
 
+    def add_server_residual(self, total: Tensor) -> Tensor:
+        """Return the sum of a range plus its residual; the caller subtracts what it sends."""
+        self._next_server_residual = total.clone() if self.server_residual is None else total + self.server_residual
+        return self._next_server_residual
+
     def set_next_q_factor(self, name: str, q_factor: Tensor) -> None:
         """Set the factor of a parameter that the next step starts with."""
         self._next_q_factors[name] = q_factor
@@ -354,9 +377,9 @@ class ErrorFeedback:
             self._initial_q_factors[name] = make()
         return self._initial_q_factors[name]
 
-    def restore(self, residual: Tensor, q_factors: dict[str, Tensor]) -> None:
+    def restore(self, residual: Tensor, q_factors: dict[str, Tensor], server_residual: Tensor | None = None) -> None:
         """Replace the state by that of a checkpoint."""
-        self.residual, self.q_factors = residual, q_factors
+        self.residual, self.q_factors, self.server_residual = residual, q_factors, server_residual
 
     def get_gather_buffer(self, allocate: Callable[[], Tensor]) -> Tensor:
         """Return the buffer of an all-gather, allocated in the first step."""
@@ -369,6 +392,7 @@ class ErrorFeedback:
         if self._is_pending and applied:
             self.residual, self._next_residual = self._next_residual, self.residual
             self.q_factors.update(self._next_q_factors)
+            self.server_residual, self._next_server_residual = self._next_server_residual, None
         self._is_pending = False
 
 

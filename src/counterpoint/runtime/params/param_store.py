@@ -37,7 +37,7 @@ from counterpoint.runtime.params.flat_layout import (
     build_layouts,
     limit_targets,
 )
-from counterpoint.runtime.params.flat_params import Allocate, FlatParams, OffloadedMasters, allocate_flat
+from counterpoint.runtime.params.flat_params import Allocate, FlatParams, Momentum, OffloadedMasters, allocate_flat
 from counterpoint.runtime.params.fused_optimizer import (
     GRAD_OF,
     LAYOUT_OF,
@@ -506,6 +506,25 @@ class ParamStore:
                 ]
                 self.offloaded.add(units, optimizer, tensors, dtypes)
         return self.optimizers[units]
+
+    def momenta(self, unit: Unit, flat_params: FlatParams) -> list[Momentum]:
+        """Return the running means of gradients of flat parameters that this rank updates."""
+        states: dict[tuple[FlatParams, int], Mapping[str, Any]] = {}
+        for units, (optimizer, tensors) in self.optimizers.items():
+            places = [place for one in units for place in self.units[one].update_ranges]
+            for tensor, place in zip(tensors, places, strict=False):  # tensors of units without flat parameters follow
+                if optimizer is not None:
+                    states[place.flat_params, place.start] = optimizer.state.get(tensor, {})
+        return [
+            Momentum(
+                place.start,
+                place.stop,
+                states.get((flat_params, place.start), {}).get("exp_avg"),
+                self.optimizer_spec.options(place.option_group)["betas"][0],
+            )
+            for place in self.units[unit].update_ranges
+            if place.flat_params is flat_params
+        ]
 
     def state_dtypes(self, group: int, tensor: Tensor, *, has_masters: bool) -> StateDtypes:
         """Return the entries of a tensor's state; weights that are rounded stochastically are updated in float32."""

@@ -6,6 +6,7 @@ from counterpoint.compiler.compile import CompiledPlan
 from counterpoint.errors import PlanError
 from counterpoint.optim.low_bit_adam import BlockwiseAdam
 from counterpoint.plan.plan import Plan
+from counterpoint.program.compression import exchanges_momentum
 from counterpoint.program.instruction import ApplyPushes, Update
 from counterpoint.program.program import RankProgram
 from counterpoint.program.units import compresses_whole_grads
@@ -13,6 +14,8 @@ from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, Optimize
 from counterpoint.runtime.params.flat_layout import WHOLE
 from counterpoint.runtime.rank_builder import independent_replicas
 from counterpoint.runtime.step_effects import StepEffects
+from counterpoint.strategies.data import Data
+from counterpoint.training.options import TrainingOptions
 from counterpoint.world.topology import format_count
 
 
@@ -113,6 +116,39 @@ def require_one_state(plan: Plan, compiled: CompiledPlan, optimizer_spec: Optimi
             "states of their own, whose mean a run on other ranks continues with; use AdamWBf16 or AdamW, or a plan "
             "whose ranks update together, such as data without sync_every, zero or pipeline"
         )
+
+
+def require_one_bit_adam(
+    plan: Plan, compiled: CompiledPlan, optimizer_spec: OptimizerSpec, options: TrainingOptions
+) -> None:
+    """Check that ranks which exchange momenta have 1-bit Adam, and nothing that changes gradients after their sum.
+
+    Raises:
+        PlanError: they have not.
+    """
+    data = next((one for one in plan.strategies if isinstance(one, Data) and exchanges_momentum(one.codec)), None)
+    if data is None:
+        return
+    wanted = f"counterpoint.optim.one_bit_adam.OneBitAdam(..., freeze_step={data.compress_from})"
+    others = sorted({optimizer_spec.class_of(name).__name__ for name in optimizer_spec.group_index} - {"OneBitAdam"})
+    if others:
+        raise PlanError(f"{data} exchanges the momentum of 1-bit Adam, which {others[0]} is not; give {wanted}")
+    freeze_steps = {optimizer_spec.options(group)["freeze_step"] for group in optimizer_spec.group_index.values()}
+    if freeze_steps != {data.compress_from}:
+        raise PlanError(
+            f"OneBitAdam has freeze_step={min(freeze_steps)}, but {data} exchanges momenta from step "
+            f"{data.compress_from} on; give both the same number"
+        )
+    given = [name for name in ("clip_norm", "clip_value", "loss_scale") if getattr(options, name) is not None]
+    given += ["nonfinite='skip'"] if options.nonfinite == "skip" else []
+    given += [f"passes={name}" for name in plan.passes if name.startswith("offload:state")]
+    if given:
+        raise PlanError(
+            f"{data} exchanges momenta in every step from {data.compress_from} on, in memory and before gradients are "
+            f"summed, which {given[0]} does not go with; omit it, or write data({data.degree})"
+        )
+    if compiled.model.sparse_units:
+        raise PlanError(f"{data} exchanges whole momenta, but a table has sparse gradients; give it sparse=False")
 
 
 def require_skippable_params(plan: Plan, compiled: CompiledPlan, *, applies_one_gradient: bool) -> None:

@@ -57,6 +57,7 @@ from counterpoint.training.model_checks.forward_state import ForwardState
 from counterpoint.training.model_checks.update_checks import (
     require_elementwise_optimizer,
     require_known_updates,
+    require_one_bit_adam,
     require_one_state,
     require_skippable_params,
 )
@@ -455,6 +456,7 @@ class RunCompiler:
         require_elementwise_optimizer(plan, compiled, self.optimizer_spec)
         require_known_updates(plan, compiled, self.optimizer_spec, applies_one_gradient=applies_one_gradient)
         require_one_state(plan, compiled, self.optimizer_spec)
+        require_one_bit_adam(plan, compiled, self.optimizer_spec, self.options)
         skips_unused = self.options.unused_parameters == "skip"
         if skips_unused:
             require_skippable_params(plan, compiled, applies_one_gradient=applies_one_gradient)
