@@ -14,6 +14,9 @@ APART = Cluster(levels=(Level("host", 2, MEMORY), Level("network", 4, CARD)))
 SHARED = Cluster(levels=(Level("host", 2, MEMORY), Level("network", 4, CARD, is_shared=True)))
 
 
+HALVES = [("reduce_scatter", "grad"), ("all_gather", "weight")]
+
+
 def load(instruction_text, cluster, part=1, rank=0):
     network = NetworkModel(cluster, lambda value, code="": 400)
     parsed = parse_instruction(instruction_text)
@@ -48,6 +51,14 @@ def test_an_encoded_gradient_is_not_added_up_within_a_host():
     assert load("reduce_scatter:int8(grad0)@0-7", SHARED) == LinkLoad(7 * 10, 2 * 400 * 6 / 8 / 10)
     assert load("reduce_scatter:int8(grad0)@0-7", APART) == LinkLoad(7 * 10 + 400 * 6 / 8 / 10)
     assert load("all_gather:int8(weight0)@0-7", SHARED) == load("all_gather(weight0)@0-7", SHARED)
+
+
+@pytest.mark.parametrize("group", ["0,1", "0-7"])
+def test_an_exchange_of_momenta_is_an_all_to_all_and_a_gather(group):
+    halves = [load(f"{half}:int8({name}0)@{group}", SHARED) for half, name in HALVES]
+    whole = load(f"all_reduce:onebit(grad0)@{group}", SHARED)
+    assert whole.private_s == sum(half.private_s for half in halves)
+    assert whole.shared_s == sum(half.shared_s for half in halves)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ A collective is modelled as :mod:`counterpoint.fabric` implements it. On a clust
 members. Inside a host each member reduces one part of the value in shared memory. Over several hosts it has stages:
 each host reduce-scatters among its members, the holders of each part complete it in a ring of hosts, and each host
 all-gathers; so ``2 (h-1)/h`` of the value crosses the uplink of a host once, however many of its ranks are members. A
-reduce-scatter with a codec is an all-to-all without stages.
+reduce-scatter with a codec is an all-to-all without stages; so is the first half of an exchange of momenta.
 
 Over shared memory (:attr:`counterpoint.world.cluster.Link.is_shared_memory`) no link is occupied while a rank
 computes: copying is CPU work of the ranks themselves. A member of a collective then makes as many passes over memory
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TypeAlias
 
 from counterpoint.program.comm_volume import SizeFn
-from counterpoint.program.compression import encodes_shards, find_codec
+from counterpoint.program.compression import encodes_shards, exchanges_momentum, find_codec
 from counterpoint.program.instruction import UNIT_SIZES, Collective, Commit, Group, Pull, Push, Recv, Send, TensorRef
 from counterpoint.simulator.memory_traffic import COPY_PASSES, DECODE_PASSES, ENCODE_PASSES, READ_PASSES
 from counterpoint.world.cluster import Cluster, Link
@@ -265,6 +265,12 @@ class NetworkModel:
         memory, members = _members_per_host(self.cluster, group)
         if instruction.op == "broadcast":
             return self._broadcast(instruction, float(value_bytes), members)
+        if instruction.op == "all_reduce" and exchanges_momentum(instruction.codec):
+            summed, gathered = (
+                self._collective(half, value_bytes)
+                for half in (replace(instruction, op="reduce_scatter"), replace(instruction, op="all_gather"))
+            )
+            return LinkLoad(summed.private_s + gathered.private_s, summed.shared_s + gathered.shared_s)
         times, half_bytes = half_collectives(instruction, value_bytes)
         if len(members) == 1:
             return LinkLoad(times * shm_reduce_scatter_s(half_bytes, len(group), memory))

@@ -85,8 +85,8 @@ class Data(Strategy):
         sent.
         Memory per rank: unchanged; with a sharded update ``1/n`` of the optimizer state, and on one host ``1/n`` of
         the weights. With ``compress`` two error-feedback buffers (current, and pending until the step is committed)
-        and the encoded gradients, those of all replicas where they are sent ``n-1`` times. With staleness=1 one more
-        gradient.
+        and the encoded gradients, those of all replicas where they are sent ``n-1`` times; with ``onebit`` also
+        ``1/n`` of two more buffers. With staleness=1 one more gradient.
 
     Source:
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020, section 3.
