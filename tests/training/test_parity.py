@@ -128,6 +128,7 @@ def test_means_over_tokens_are_equal():
         ("asp(2)", "the plan changes the results on purpose"),
         ("data(2, sync_every=2)", "the plan changes the results on purpose"),
         ("data(2, compress=fp16)", "gradients are compressed by fp16, which rounds them"),
+        ("zero(2, level=3, quantized_weights=int8)", "gathered weights are compressed by int8, which rounds them"),
     ],
 )
 def test_what_a_plan_changes_on_purpose_is_said(strategy, cause):

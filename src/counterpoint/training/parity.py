@@ -667,12 +667,14 @@ def find_known_causes(run: RecordedRun, trained: PlanRun, num_microbatches: int)
             "between; `counterpoint strategies NAME` has its promise"
         )
     instructions = [instruction for _, instruction in compiled.program.instructions()]
-    codecs = {one.codec for one in instructions if isinstance(one, Collective | Send | Push) and one.codec}
-    if codecs:
-        yield (
-            f"gradients or gathered weights are compressed by {', '.join(sorted(codecs))}, which rounds them; omit "
-            "compress=, quantized_weights= and quantized_gradients="
-        )
+    encoded = [one for one in instructions if isinstance(one, Collective | Send | Push) and one.codec]
+    for name, what, options in (
+        ("grad", "gradients", "compress= and quantized_gradients="),
+        ("weight", "gathered weights", "quantized_weights="),
+    ):
+        codecs = sorted({one.codec for one in encoded if one.tensor.name == name})
+        if codecs:
+            yield f"{what} are compressed by {', '.join(codecs)}, which rounds them; omit {options}"
     if run.options.clip_by == "stage" and any(isinstance(one, Pipeline) for one in compiled.plan.strategies):
         yield "clip_by='stage' clips the norm of each stage, not that of the whole model; give clip_by='model'"
     if num_microbatches == 1:
