@@ -185,6 +185,12 @@ def test_the_time_of_inputs_is_their_bytes_by_the_bandwidth_of_the_disk():
         ("solo", ("recompute", "offload:activations=dsk"), "did you mean offload:activations=disk"),
         ("solo", (*ACTIVATIONS, ACTIVATIONS[1]), "both say what is offloaded"),
         ("tensor(2)", (*ACTIVATIONS, "partition_activations"), "both say where the inputs are that blocks"),
+        (
+            "tensor(2)",
+            ("recompute", "partition_activations:blocks=1-2", "offload:activations=disk:blocks=2"),
+            "both say where the input of block 2 is",
+        ),
+        ("solo", ("recompute", "offload:activations=disk:blocks=x"), "does not say which blocks; write offload:activ"),
         ("pipedream(2, recompute=always)", ACTIVATIONS[1:], "offload:activations is not available; drop it"),
     ],
 )

@@ -25,6 +25,14 @@ def test_each_rank_keeps_a_part_from_the_forward_to_the_recomputation():
     assert second == first.replace("0/2:", "1/2:")
 
 
+def test_only_inputs_of_the_selected_blocks_are_partitioned():
+    passes = ("recompute", "partition_activations:blocks=2", "offload:activations=disk:blocks=1+3")
+    first = format_program(compile_text("tensor(2)", blocks=5, passes=passes).program).splitlines()[0].split()
+    moved = [word for word in first if word.startswith(("free", "all_gather", "fetch", "offload"))]
+    assert moved == ["offload(x1.0)>disk", "free(x2.0)", "offload(x3.0)>disk", "fetch(x3.0)<disk",
+                     "all_gather(x2.0)@0,1", "fetch(x1.0)<disk"]  # fmt: skip
+
+
 def test_what_was_received_is_partitioned_and_the_inputs_of_the_model_are_not():
     rows = format_program(compile_text("tensor(2) * pipeline(2, recompute=always)", blocks=2, m=2,
                                        passes=PASSES[1:]).program).splitlines()  # fmt: skip
@@ -76,6 +84,9 @@ def test_memory_is_whole_again_from_the_gathering_on():
         ("tensor(1)", PASSES, "no two ranks hold the same activations"),
         ("tensor(2) * pipedream(2, recompute=always)", PASSES[1:], "not available; drop it, or give the pipeline sch"),
         ("tensor(2)", ("recompute:block3", PASSES[1]), "finds no input that is kept for a recomputation"),
+        ("tensor(2)", ("recompute", "partition_activations:blocks=1", PASSES[1]), "which inputs are partitioned; drop"),
+        ("tensor(2)", ("recompute", "partition_activations:blocks=9"), "names block 9, but the program has the blocks"),
+        ("tensor(2)", ("recompute", "partition_activations:"), "does not say which blocks"),
         ("tensor(2)", ("recompute", "partition_activation"), "there is no pass 'partition_activation'; the passes are"),
     ],
 )

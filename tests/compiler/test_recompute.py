@@ -78,6 +78,7 @@ def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte()
     assert chosen("*.attn") == ["R3.0", "R1.0"]
     assert chosen("h.0") == ["R2.0", "R1.0"]
     assert chosen("40%") == ["R3.0", "R1.0"]
+    assert chosen("blocks=0-1+3") == ["R3.0", "R1.0", "R0.0"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,11 @@ def test_blocks_are_chosen_by_module_path_or_by_what_costs_least_work_per_byte()
             ("recompute:conv*",),
             "no block of the model matches recompute:conv\\*; its blocks are block0, block1",
         ),
-        ("solo", ("recompute:",), "does not say what to recompute; write recompute for all blocks"),
-        ("solo", ("recompute:0%",), "does not say what to recompute"),
+        ("solo", ("recompute:",), "does not say which blocks; write recompute for all blocks"),
+        ("solo", ("recompute:0%",), "does not say which blocks"),
+        ("solo", ("recompute:blocks=",), "does not say which blocks; write .* recompute:blocks=0-3\\+7 for those"),
+        ("solo", ("recompute:blocks=3-1",), "does not say which blocks"),
+        ("solo", ("recompute:blocks=0-999999999",), "names block 999999999, but the program has the blocks 0 to 1"),
         ("gpipe(2, checkpoint=always)", ("recompute",), "recompute=always of .* and the pass recompute both say"),
         ("gpipe(2, checkpoint=sometimes)", (), "gpipe has no checkpoint=sometimes; give checkpoint=never"),
         ("solo", ("overlap:1",), "there is no pass 'overlap:1'; the passes are overlap, recompute"),

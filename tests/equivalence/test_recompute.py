@@ -101,6 +101,15 @@ def test_what_is_recomputed_from_inputs_on_disk_has_the_same_bits(name, strategy
     assert parity.check_parity(name, strategy).worst <= TOLERANCE
 
 
+def test_each_block_may_keep_recompute_partition_or_offload_with_the_same_bits(tmp_path):
+    """Block 0 keeps its activations, and the input of each of the others is somewhere else."""
+    losses, params = train_with("gpt", "tensor(2)")
+    passes = ("recompute:blocks=1-3", "partition_activations:blocks=2", "offload:activations=disk:blocks=3")
+    found_losses, found = train_with("gpt", "tensor(2)", *passes, offload_folder=tmp_path)
+    assert found_losses == losses
+    assert equal_bits(found, params)
+
+
 @pytest.mark.long(quick=["except_last"])
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
 def test_running_statistics_do_not_change_when_a_block_is_computed_again(recompute):

@@ -26,7 +26,6 @@ from counterpoint.program.step_variants import StepVariant, body_as_step, prolog
 from counterpoint.program.verify.symbolic import SymbolicResult
 from counterpoint.program.verify.verifier import Bounds, verify
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS, estimate_gather_cost
-from counterpoint.strategies.recomputation import PARTITION_PASS
 from counterpoint.strategies.single_device import single_device_cost, single_device_program
 from counterpoint.strategies.strategy import CostEstimate, Strategy
 
@@ -153,7 +152,7 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         with plan_error_at(plan.source, "passes"):
             blocks = recomputation.select_blocks(refined)
         program, cost = recompute(program, recomputation, blocks), recomputation.estimate_cost(cost, blocks)
-    if PARTITION_PASS in plan.passes:
+    if plan.partition_selector is not None:
         before = program
         with plan_error_at(plan.source, "passes"):
             program = partition_activations(program, refined, plan)
@@ -163,7 +162,7 @@ def _apply_strategies(plan: Plan, request: _CompileRequest) -> CompiledPlan:
         cost = add_counted_bytes(cost, *(count_bytes(one, refined, samples) for one in (before, program)))
     if plan.offloading is not None:
         with plan_error_at(plan.source, "passes"):
-            require_offloadable(plan, program, plan.offloading)
+            require_offloadable(plan, program, plan.offloading, refined)
         program = offload(program, plan.offloading, refined)
     require_sums_in_narrow_dtype(plan, program, cost, refined)
     require_shards_of_masters(plan, program, refined)

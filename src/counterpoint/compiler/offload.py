@@ -28,7 +28,8 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Instructions, Program
 from counterpoint.program.rewrite import map_parts
 from counterpoint.program.units import freed_weights
-from counterpoint.strategies.offload import Offloading
+from counterpoint.strategies.offload import OFFLOAD_ACTIVATIONS_PASS, Offloading
+from counterpoint.strategies.recomputation import PARTITION_PASS, select_blocks
 
 
 def offload(program: Program, offloading: Offloading, model: ModelSpec) -> Program:
@@ -66,11 +67,16 @@ def offload(program: Program, offloading: Offloading, model: ModelSpec) -> Progr
     place, state_place, param_place = offloading.activations, offloading.state, offloading.params
     rank_programs = program.rank_programs
     if place is not None:
+        blocks = select_blocks(offloading.selector, model, OFFLOAD_ACTIVATIONS_PASS)
         rank_programs = tuple(
             replace(
                 one,
                 body=move_kept_inputs(
-                    one.body, model, lambda tensor: (Offload(tensor, place), Fetch(tensor, place)), is_early=True
+                    one.body,
+                    model,
+                    lambda tensor: (Offload(tensor, place), Fetch(tensor, place)),
+                    blocks=blocks,
+                    is_early=True,
                 ),
             )
             for one in rank_programs
@@ -84,12 +90,21 @@ def offload(program: Program, offloading: Offloading, model: ModelSpec) -> Progr
     return replace(program, rank_programs=rank_programs)
 
 
-def require_offloadable(plan: Plan, program: Program, offloading: Offloading) -> None:
+def require_offloadable(plan: Plan, program: Program, offloading: Offloading, model: ModelSpec) -> None:
     """Check that ranks update in steps of their own, that a step is of one batch, and that weights are gathered.
 
     Raises:
-        PlanError: servers update when pushes arrive, the pipeline is asynchronous, or weights are whole between steps.
+        PlanError: servers update when pushes arrive, the pipeline is asynchronous, weights are whole between steps, or
+            an input would be both on disk and on other ranks.
     """
+    if offloading.activations and plan.partition_selector is not None:
+        on_disk = select_blocks(offloading.selector, model, OFFLOAD_ACTIVATIONS_PASS)
+        both = sorted(on_disk & select_blocks(plan.partition_selector, model, PARTITION_PASS))
+        if both:
+            raise PlanError(
+                f"the passes {PARTITION_PASS} and {OFFLOAD_ACTIVATIONS_PASS} both say where the input of block "
+                f"{both[0]} is; drop it from one of the two"
+            )
     if offloading.params and not freed_weights(instruction for _, instruction in program.instructions()):
         raise PlanError(
             f"offload:params={offloading.params} offloads the shards of weights that ranks gather for each use, but "

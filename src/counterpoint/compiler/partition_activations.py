@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from counterpoint.compiler.recompute import move_kept_inputs
@@ -10,7 +11,7 @@ from counterpoint.model.spec import ModelSpec
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Collective, Free
 from counterpoint.program.program import Instructions, Program
-from counterpoint.strategies.recomputation import PARTITION_PASS
+from counterpoint.strategies.recomputation import PARTITION_PASS, select_blocks
 
 
 def partition_activations(program: Program, model: ModelSpec, plan: Plan) -> Program:
@@ -28,7 +29,7 @@ def partition_activations(program: Program, model: ModelSpec, plan: Plan) -> Pro
     Args:
         program: with recomputation.
         model: with the blocks of the program.
-        plan: for errors.
+        plan: which blocks, and for errors.
 
     Raises:
         PlanError: nothing is recomputed, no ranks hold the same inputs, or all inputs are kept whole.
@@ -40,10 +41,12 @@ def partition_activations(program: Program, model: ModelSpec, plan: Plan) -> Pro
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, section 6.1.
     """
     _require_partitionable(program, plan)
+    blocks = select_blocks(plan.partition_selector or "", model, PARTITION_PASS)
     partitioned = replace(
         program,
         rank_programs=tuple(
-            replace(rank_program, body=_keep_parts(rank_program.body, model)) for rank_program in program.rank_programs
+            replace(rank_program, body=_keep_parts(rank_program.body, model, blocks))
+            for rank_program in program.rank_programs
         ),
     )
     if partitioned == program:
@@ -72,10 +75,12 @@ def _require_partitionable(program: Program, plan: Plan) -> None:
         )
 
 
-def _keep_parts(body: Instructions, model: ModelSpec) -> Instructions:
+def _keep_parts(body: Instructions, model: ModelSpec, blocks: Collection[int]) -> Instructions:
     """Return a rank's instructions with a free after each forward that reads an input, and a gathering."""
     groups = (one.group for one in body if isinstance(one, Collective) and one.tensor.name in {"y", "dx"})
     group = next(groups, None)  # the ranks with the same inputs
     if group is None:
         return body
-    return move_kept_inputs(body, model, lambda tensor: (Free(tensor), Collective("all_gather", tensor, group)))
+    return move_kept_inputs(
+        body, model, lambda tensor: (Free(tensor), Collective("all_gather", tensor, group)), blocks=blocks
+    )

@@ -53,6 +53,7 @@ def move_kept_inputs(
     model: ModelSpec,
     moves: Callable[[TensorRef], tuple[Instruction, Instruction]],
     *,
+    blocks: Collection[int],
     is_early: bool = False,
 ) -> Instructions:
     """Return a rank's instructions in which the inputs that blocks are recomputed from are elsewhere until then.
@@ -64,13 +65,14 @@ def move_kept_inputs(
         body: with recomputation.
         model: with the blocks of the program.
         moves: from an input to what lets it go after the forward that reads it, and what lets it come back.
+        blocks: whose inputs are moved, if they are recomputed.
         is_early: whether it comes back before the computation that precedes the recomputation.
     """
     found = find_recomputed(body)
     inputs = {
         key: TensorRef("x", (key[0],), key[1])
         for key in found.recomputed - found.input_recomputed
-        if model.find_edge((key[0] - 1, key[0])) is not None
+        if key[0] in blocks and model.find_edge((key[0] - 1, key[0])) is not None
     }
     result: list[Instruction] = []
     read: TensorRef | None = None  # the input that the last forward, or the run of forwards that it ends, has read

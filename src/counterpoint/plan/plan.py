@@ -26,7 +26,7 @@ from counterpoint.strategies.offload import OFFLOAD_PASS, Offloading
 from counterpoint.strategies.options import PlanTextError
 from counterpoint.strategies.output_gather import GATHER_OUTPUTS_PASS
 from counterpoint.strategies.pipeline.pipeline import Pipeline
-from counterpoint.strategies.recomputation import PARTITION_PASS, RECOMPUTE_PASS, Recomputation
+from counterpoint.strategies.recomputation import PARTITION_PASS, RECOMPUTE_PASS, Recomputation, parse_selector
 from counterpoint.strategies.strategy import Granularity, Strategy
 from counterpoint.strategies.sync_schedule import StepKind, SyncSchedule
 from counterpoint.strategies.tensor import Tensor
@@ -35,7 +35,7 @@ from counterpoint.world.mesh import Axis, Mesh
 
 PREFETCH_PASS = "prefetch"
 KNOWN_PASSES = ("overlap", RECOMPUTE_PASS, PARTITION_PASS, GATHER_OUTPUTS_PASS, PREFETCH_PASS, OFFLOAD_PASS)
-PASSES_WITH_SELECTORS = (RECOMPUTE_PASS, PREFETCH_PASS, OFFLOAD_PASS)
+PASSES_WITH_SELECTORS = (RECOMPUTE_PASS, PARTITION_PASS, PREFETCH_PASS, OFFLOAD_PASS)
 """Passes after whose name a colon and more may follow."""
 DEFAULT_PASSES = ("overlap",)
 """The passes of a plan that is given as text without any."""
@@ -63,12 +63,14 @@ class Plan:
         num_microbatches: number of microbatches of one replica; data-parallel strategies multiply it.
         passes: compiler passes, from ``overlap``, ``recompute``, ``partition_activations``, ``gather_outputs``,
             ``prefetch`` and ``offload``. ``recompute`` recomputes all blocks, ``recompute:*.attn`` those with matching
-            module paths, ``recompute:50%`` half of them. ``partition_activations`` keeps ``1/n`` of the inputs that
-            they are recomputed from on each rank of ``tensor(n)``. ``gather_outputs`` evaluates the loss once, on the
-            outputs of the whole batch. ``prefetch`` lets the gathers and reductions of ``zero(n, level=3)`` run during
-            computations, and starts gathers one computation before they are needed; ``prefetch:2`` two before.
-            ``offload:state=disk`` keeps the optimizer state on disk between updates, ``offload:activations=disk`` the
-            inputs that blocks are recomputed from until then, and ``offload:params=disk`` the shards of
+            module paths, ``recompute:50%`` half of them, ``recompute:blocks=0-3+7`` those with these numbers.
+            ``partition_activations`` keeps ``1/n`` of the inputs that they are recomputed from on each rank of
+            ``tensor(n)``, ``partition_activations:blocks=0-3`` those of some blocks. ``gather_outputs`` evaluates the
+            loss once, on the outputs of the whole batch. ``prefetch`` lets the gathers and reductions of
+            ``zero(n, level=3)`` run during computations, and starts gathers one computation before they are needed;
+            ``prefetch:2`` two before. ``offload:state=disk`` keeps the optimizer state on disk between updates,
+            ``offload:activations=disk`` the inputs that blocks are recomputed from until then
+            (``offload:activations=disk:blocks=0-3`` those of some blocks), and ``offload:params=disk`` the shards of
             ``zero(n, level=3)`` between their uses.
         precision: what the model computes in; None for the dtype of its parameters.
         compile: how ``torch.compile`` compiles what ranks run of the model; None to run it eagerly.
@@ -158,6 +160,12 @@ class Plan:
             requests = [f"recompute={one.recompute} of {one}" for one in pipelines]
             requests += [f"the pass {name}" for name in passes]
             raise PlanError(f"{' and '.join(requests)} both say what is recomputed; drop one of the two")
+        partitions = [name for name in self.passes if name.partition(":")[0] == PARTITION_PASS]
+        if len(partitions) > 1:
+            raise PlanError(
+                f"the passes {' and '.join(partitions)} both say which inputs are partitioned; drop one of the two, or "
+                f"join their blocks, as in {PARTITION_PASS}:blocks=0-3+7"
+            )
 
     def _require_one_prefetch(self) -> None:
         passes = [name for name in self.passes if name.partition(":")[0] == PREFETCH_PASS]
@@ -178,10 +186,12 @@ class Plan:
                 f"offload:activations={offloading.activations} offloads the inputs that blocks are recomputed from, "
                 "but nothing is recomputed; add the pass recompute, or give the pipeline recompute=always"
             )
-        if offloading is not None and offloading.activations and PARTITION_PASS in self.passes:
+        is_for_all = self.partition_selector == "" or (offloading is not None and not offloading.selector)
+        if offloading is not None and offloading.activations and self.partition_selector is not None and is_for_all:
             raise PlanError(
                 f"the passes {PARTITION_PASS} and offload:activations={offloading.activations} both say where the "
-                "inputs are that blocks are recomputed from; drop one of the two"
+                "inputs are that blocks are recomputed from; drop one of the two, or give each blocks of its "
+                f"own, as in {PARTITION_PASS}:blocks=0-3"
             )
 
     def __str__(self) -> str:
@@ -230,6 +240,12 @@ class Plan:
                 return Recomputation.from_pass(name)
         modes = (Recomputation.from_mode(one.recompute) for one in self.strategies if isinstance(one, Pipeline))
         return next((mode for mode in modes if mode is not None), None)
+
+    @property
+    def partition_selector(self) -> str | None:
+        """The blocks of whose inputs ranks keep parts, as text; empty for all, None for none."""
+        names = (name for name in self.passes if name.partition(":")[0] == PARTITION_PASS)
+        return next((parse_selector(name, PARTITION_PASS) for name in names), None)
 
     @property
     def prefetch_depth(self) -> int:

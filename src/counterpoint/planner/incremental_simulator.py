@@ -40,7 +40,6 @@ from counterpoint.simulator.simulate import Representatives, StepBreakdown, comp
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.pipeline.chunks import Chunks
 from counterpoint.strategies.pipeline.pipeline import Pipeline
-from counterpoint.strategies.recomputation import PARTITION_PASS
 from counterpoint.strategies.strategy import Strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.zero import Zero
@@ -249,7 +248,7 @@ class PlanParts:
             all(isinstance(strategy, Data | Zero) for strategy in outer) and len(plan.sync_schedule.step_fractions) == 1
         )
         is_async = pipeline is not None and pipeline.is_async
-        has_moves = PARTITION_PASS in plan.passes or plan.prefetch_depth > 0 or plan.offloading is not None
+        has_moves = plan.partition_selector is not None or plan.prefetch_depth > 0 or plan.offloading is not None
         is_plain = not plan.sync_schedule.staleness and not has_moves
         is_supported = has_known_outer and not is_async and is_plain
         return PlanParts(tensor, pipeline, tuple(outer)) if is_supported else None
