@@ -17,6 +17,8 @@ Everything that happens on processors at one moment happens before links are ass
 the instruction that comes first in its rank program. So nothing depends on the numbers of ranks, so that
 one rank of a class can represent all of them (:mod:`counterpoint.program.rank_classes`).
 
+The disk of a rank works while its processor does (:mod:`counterpoint.simulator.disk_queue`).
+
 Shared resources slow down those that use them at the same time (:mod:`counterpoint.simulator.contention`): the cores
 of a host, and its network card in each direction. Without shared resources the end of an instruction is known when
 it starts, and no activity enters the pool.
@@ -52,6 +54,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.trace import Lane
 from counterpoint.ps.consistency import allows_lead
 from counterpoint.simulator.contention import CpuDemand, LinkId, ResourceUse, RunQueue, SharedResourcePool
+from counterpoint.simulator.disk_queue import find_disk_queues, runs_beside_computing
 from counterpoint.simulator.sim_input import LinkTransfer, SimInput, WaitKey, is_async, lane_of
 
 Interval: TypeAlias = tuple[int, float, float, Lane]
@@ -98,6 +101,7 @@ class EventSimulator:
         self.link_queues: defaultdict[LinkId, deque[LinkTransfer]] = defaultdict(deque)
         self.departed_s: dict[WaitKey, float] = {}
         self.pool: SharedResourcePool[RunningInstruction | LinkTransfer] = SharedResourcePool()
+        self.disks = find_disk_queues(sim_input.rank_instructions, list(sim_input.seconds))
         self.has_contention = sim_input.resources.is_oversubscribed or sim_input.resources.has_shared_nics
 
     def run(self) -> None:
@@ -171,6 +175,8 @@ class EventSimulator:
     def advance(self, rank: int, now: float) -> None:
         """Execute instructions of a rank until one takes time or has to wait."""
         while self.cursors[rank] < len(self.sim_input.rank_instructions[rank]):
+            if rank in self.disks and self.await_disk(rank, now):
+                return
             until = self.start_instruction(rank, now)
             if until is None:
                 return
@@ -217,8 +223,26 @@ class EventSimulator:
                 return self.receive(rank, key, now)
             case ApplyPushes():
                 return self.apply_push(rank, instruction, now)
+            case Fetch() | Offload() if runs_beside_computing(instruction):
+                return self.use_disk(rank, index, now)
             case Free() | SwapGradBuffers() | Fetch() | Offload():
                 return self.compute((rank, index), self.sim_input.cpu_demand(rank, index), now)
+
+    def use_disk(self, rank: int, index: int, now: float) -> float:
+        """Start to read or to write; return when the rank continues."""
+        start, stop, continues_s = self.disks[rank].start(index, self.sim_input.seconds[rank][index], now)
+        self.record(rank, index, (start, stop), "link")
+        if continues_s > now:
+            self.record(rank, index, (now, continues_s), "wait")
+        return continues_s
+
+    def await_disk(self, rank: int, now: float) -> bool:
+        """Return whether the next instruction of a rank has to wait for the disk; then the rank continues later."""
+        read_s = self.disks[rank].await_read(self.cursors[rank], now)
+        if read_s > now:
+            self.record(rank, self.cursors[rank], (now, read_s), "wait")
+            self.schedule(rank, read_s)
+        return read_s > now
 
     def compute(self, location: Location, demand: CpuDemand, now: float, slot: int | None = None) -> float | None:
         """Occupy the processor of a rank; return until when, or None if contention may extend it."""

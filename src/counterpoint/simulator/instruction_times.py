@@ -33,6 +33,7 @@ from counterpoint.program.program import Instructions
 from counterpoint.program.units import communicated_tensor, freed_weights, host_shareable_units
 from counterpoint.simulator.contention import NO_DEMAND, CpuDemand, has_shared_nics
 from counterpoint.simulator.cost_model import CostModel
+from counterpoint.simulator.disk_queue import runs_beside_computing
 from counterpoint.simulator.memory_traffic import memory_passes
 from counterpoint.simulator.network import P2PInstruction
 from counterpoint.simulator.sim_input import WHOLE, message_cpu_demand
@@ -52,7 +53,7 @@ class InstructionTimes:
         seconds: of each instruction on its processor or its link.
         shared_link_s: of these, the seconds on links that ranks share; empty where they share none.
         cpu_demands: CPU time on the rank itself.
-        lower_bound_s: lower bound of all together: each processor and each link does one thing at a time.
+        lower_bound_s: lower bound of all together: each processor, disk and link does one thing at a time.
     """
 
     seconds: Sequence[float]
@@ -93,17 +94,18 @@ def time_instructions(
 
 
 def _lower_bound_s(instructions: Instructions, times: Sequence[_Duration], cluster: Cluster) -> float:
-    """Return the largest sum over one processor or link; with hosts a rank has a link inside and one out of it."""
-    cpu_s = inside_host_s = shared_s = 0.0
+    """Return the largest sum over a processor, disk or link; with hosts a rank has a link inside and one out of it."""
+    cpu_s = inside_host_s = shared_s = disk_s = 0.0
     for instruction, (seconds, shared_link_s, demand) in zip(instructions, times, strict=True):
         cpu_s += demand.seconds
         if isinstance(instruction, Compute | Update | Fetch | Offload):
+            disk_s += seconds if runs_beside_computing(instruction) else 0.0
             continue
         if shared_link_s:
             shared_s += seconds
         else:
             inside_host_s += seconds
-    return max(cpu_s, shared_s, inside_host_s / 2 if cluster.levels else inside_host_s)
+    return max(cpu_s, disk_s, shared_s, inside_host_s / 2 if cluster.levels else inside_host_s)
 
 
 _Duration = tuple[float, float, CpuDemand]
@@ -169,7 +171,7 @@ class _InstructionTimer:
                 fractions = {"state": self.grad_fractions, "weight": self.weight_fractions}
                 fraction = fractions.get(instruction.tensor.name, {}).get(instruction.tensor.blocks, WHOLE)
                 seconds = self.costs.offload_s(instruction, fraction)
-                return seconds, 0.0, CpuDemand(seconds)
+                return seconds, 0.0, NO_DEMAND if runs_beside_computing(instruction) else CpuDemand(seconds)
             case ApplyPushes() | SwapGradBuffers():
                 return _NO_TIME
 
