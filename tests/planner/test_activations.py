@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from counterpoint.errors import PlanError
 from counterpoint.model.spec import Block, LayerSpec
 from counterpoint.plan.plan import Plan
 from counterpoint.planner.activations import (
@@ -17,6 +18,9 @@ from counterpoint.planner.activations import (
     describe_activations,
     solve_stage,
 )
+from counterpoint.planner.choice_report import explain_choice, table_row
+from counterpoint.planner.choose import rank_and_choose
+from counterpoint.planner.memory_suggestions import PlanningProblem
 from counterpoint.planner.ranking import build_simulator, predict_plan
 from counterpoint.world.cluster import Cluster, Device, Link
 from tests.planner.models import layers
@@ -57,9 +61,14 @@ def limits_between(model, text, m=1, fractions=(0.1, 0.35, 0.7)):
     return plan, [int(least + fraction * (most - least)) for fraction in fractions]
 
 
-def choose(model, plan, limit, **options):
-    cluster = limited(limit)
-    return choose_activations(plan, build_simulator(model, cluster, BATCH_SIZE), **options)
+def choose(model, plan, limit, batch_size=BATCH_SIZE, **options):
+    found = choose_activations(plan, build_simulator(model, limited(limit), batch_size), **options)
+    assert found is not None
+    return found
+
+
+def fits_nowhere(model, plan, limit):
+    return choose_activations(plan, build_simulator(model, limited(limit), BATCH_SIZE)) is None
 
 
 def try_all(model, plan, limit, *, has_disk=False):
@@ -94,7 +103,7 @@ def test_inputs_are_on_disk_where_that_is_fastest(seed):
         limit = predict(model, offloaded, limited()).memory_bytes + extra
         found, expected = choose(model, plan, limit, allows_disk=True), try_all(model, plan, limit, has_disk=True)
         assert found.step_s == pytest.approx(expected, rel=1e-9)
-    assert choose(model, plan, limit - 500_000) is None
+    assert fits_nowhere(model, plan, limit - 500_000)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -122,8 +131,8 @@ def test_it_fits_and_is_never_slower_than_recomputing_everything(text):
 
 def test_what_does_not_fit_at_all_has_no_choice():
     plan, (limit,) = limits_between(uneven(4), "solo", fractions=(-1.0,))
-    assert choose(uneven(4), plan, limit) is None
-    assert choose(layers(1), Plan.parse("asp(2)"), 1) is None
+    assert fits_nowhere(uneven(4), plan, limit)
+    assert fits_nowhere(layers(1), Plan.parse("asp(2)"), 1)
 
 
 def test_ranks_of_tensor_parallelism_keep_parts_where_only_those_fit():
@@ -133,10 +142,35 @@ def test_ranks_of_tensor_parallelism_keep_parts_where_only_those_fit():
         for passes in (("partition_activations",), ())
     )
     assert parts.memory_bytes < whole.memory_bytes
-    found = choose_activations(plan, build_simulator(model, limited(parts.memory_bytes), 4096))
+    found = choose(model, plan, parts.memory_bytes, batch_size=4096)
     assert "partition_activations" in " ".join(found.plan.passes)
     assert found.memory_bytes <= parts.memory_bytes
     assert found.step_s <= parts.step_s * (1 + 1e-9)
+
+
+def choose_for(model, plan, limit, **options):
+    problem = PlanningProblem(model, limited(limit), BATCH_SIZE, **options)
+    return rank_and_choose([plan], problem, None)
+
+
+def test_if_no_plan_fits_that_keeps_everything_the_planner_chooses_what_blocks_keep_and_says_so():
+    plan, (limit,) = limits_between(uneven(6), "data(2)", fractions=(0.4,))
+    choice = choose_for(uneven(6), plan, limit)
+    assert choice.plan.passes[1].startswith("recompute:blocks=")
+    prediction = choice.find_prediction(choice.plan)
+    assert prediction.memory_bytes <= limit
+    assert prediction.communication_s >= 0  # its time is attributed
+    assert f"smallest change that fits: {describe_activations(choice.plan)}" in explain_choice(choice)[1]
+    assert table_row(prediction, prediction)[0] == f"data(2) + {choice.plan.passes[1]}"
+
+
+def test_inputs_are_on_disk_only_where_there_is_a_folder_for_them():
+    model, plan = uneven(4, output_bytes=(60_000, 90_000)), with_passes(Plan.parse("solo"))
+    offloaded = predict(model, with_passes(plan, "recompute", "offload:activations=disk"), limited())
+    chosen = choose_for(model, plan, offloaded.memory_bytes, has_offload_folder=True).plan
+    assert chosen.passes[-1].startswith("offload:activations=disk")
+    with pytest.raises(PlanError, match=r"the smallest change that fits: .* on disk"):
+        choose_for(model, plan, offloaded.memory_bytes)
 
 
 def random_stage(seed, num_blocks=6):
@@ -180,9 +214,8 @@ def test_96_blocks_of_64_microbatches_take_seconds():
         predict_plan(with_passes(plan, *one), model, limited(), batch_size=64).memory_bytes
         for one in ((), ("recompute",))
     )
-    simulator = build_simulator(model, limited((most + least) / 2), 64)
     start = time.process_time()
-    assert choose_activations(plan, simulator, allows_disk=True).fits
+    assert choose(model, plan, (most + least) / 2, batch_size=64, allows_disk=True).fits
     assert time.process_time() - start < 30
 
 
@@ -193,8 +226,8 @@ def test_96_blocks_of_64_microbatches_take_seconds():
         (("recompute:blocks=0-2+5",), "recomputation of blocks 0-2+5"),
         (
             ("recompute:blocks=0-2", "partition_activations:blocks=1", "offload:activations=disk:blocks=2"),
-            "recomputation of blocks 0-2, with the inputs of blocks 1 in parts on the ranks of tensor(n) and the inputs of "
-            "blocks 2 on disk",
+            "recomputation of blocks 0-2, with the input of block 1 in parts on the ranks of tensor(n) and the input of "
+            "block 2 on disk",
         ),
     ],
 )

@@ -81,7 +81,7 @@ def test_where_weights_are_gathered_too_early_for_the_memory_a_smaller_depth_is_
 def test_large_activations_need_recomputation_microbatches_or_a_smaller_batch():
     _, result = suggestions(heavy_between(), 1_600_000, [Plan.parse("data(2)")])
     changes = [suggestion.change for suggestion in result]
-    assert "activation recomputation" in changes
+    assert "recomputation of block 0" in changes
     assert "2 microbatches instead of 1" in changes
     assert "a batch of 12 samples instead of 16" in changes
 
@@ -125,6 +125,19 @@ def test_where_weights_do_not_fit_the_fewest_ranks_that_hold_them_are_named():
 
 def test_where_nothing_helps_it_says_what_was_tried():
     with pytest.raises(
-        PlanError, match="nor more microbatches, offloaded optimizer state, a smaller batch or more ranks"
+        PlanError, match="nor more microbatches, offloaded optimizer state, a smaller batch, more ranks or weights on"
     ):
         choose_plan(2, WEIGHTS, memory(1000), 16)
+
+
+def test_weights_may_be_on_disk_where_nothing_else_fits_on_the_same_ranks():
+    """Of 16 layers, a rank has gradients of a half, and for a moment the weights of two."""
+    model = layers(16, width=4096)
+    both = replace(Plan.parse("zero(2, level=3)"), passes=("offload:state=disk", "offload:params=disk"))
+    limit_bytes = max(predict_rank_bytes(both, model, memory(1), batch_size=16))
+    _, result = suggestions(model, limit_bytes, [Plan.parse("data(2)")])
+    assert [one.change.split()[1:] for one in result[:-1]] == [["ranks", "instead", "of", "2"]]
+    assert str(result[-1]).startswith(
+        "weights and optimizer state on disk (zero(2, level=3) + offload:state=disk + offl"
+    )
+    assert result[-1].memory_bytes <= limit_bytes

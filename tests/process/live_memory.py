@@ -167,3 +167,42 @@ def measure_weights_at_loss(passes, folder):
     predicted = memory_timeline(compiled.program, storage_size_fn(compiled.model, 4))[0][last + 1]
     shard = MODEL_BYTES / NUM_LAYERS / 2
     return [(found[-1] - before) / shard, predicted / shard]
+
+
+class WideBlock(nn.Module):
+    """Two layers, of which the inner one has most of the activations."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def make_wide_blocks():
+    """Return a model in float64, and a batch whose activations are much larger than its weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(WideBlock(32) for _ in range(6))).double()
+    return model, torch.randn(NUM_ROWS, 32).double(), torch.randn(NUM_ROWS, 32).double()
+
+
+def train_wide_blocks(plan, passes):
+    """Return the bytes that a step adds up to the loss, and the losses of three steps.
+
+    Args:
+        plan: text.
+        passes: of the plan.
+    """
+    found = []
+
+    def loss(output, target):
+        found.append(live_bytes())
+        return F.mse_loss(output, target)
+
+    model, x, y = make_wide_blocks()
+    full_plan, optimizer = replace(Plan.parse(plan), passes=tuple(passes)), torch.optim.SGD(model.parameters(), lr=0.5)
+    with cp.parallelize(model, optimizer, loss, strategy=full_plan, environment=detect()) as step:
+        before = live_bytes()
+        losses = [float(step(x, y)) for _ in range(3)]
+    return [found[0] - before, losses]

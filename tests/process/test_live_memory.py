@@ -1,9 +1,32 @@
 """Between two steps, processes hold what the formula of their strategy says: nothing whole outlives its use."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch.nn.functional as F
+from torch import optim
+
+import counterpoint as cp
+from counterpoint.plan.plan import Plan
+from counterpoint.planner.choose import rank_and_choose
+from counterpoint.planner.memory_suggestions import PlanningProblem
+from counterpoint.planner.prepare import compile_for, storage_sizes
+from counterpoint.planner.ranking import predict_rank_bytes
+from counterpoint.program.instruction import Forward
+from counterpoint.runtime.optimizer_spec import OptimizerSpec
+from counterpoint.simulator.memory import memory_timeline
+from counterpoint.training.plan_resolution import trace_model_spec
+from counterpoint.world.cluster import Cluster, Device, Roofline
 from tests.process.forked_ranks import run_forked
-from tests.process.live_memory import NUM_LAYERS, measure, measure_activations, measure_weights
+from tests.process.live_memory import (
+    NUM_LAYERS,
+    NUM_ROWS,
+    make_wide_blocks,
+    measure,
+    measure_activations,
+    measure_weights,
+    train_wide_blocks,
+)
 
 pytestmark = pytest.mark.process
 # Weights, gradients and Adam's two moments, in sizes of the model.
@@ -146,3 +169,48 @@ def test_activations_on_disk_take_as_much_less_as_predicted(tmp_path):
     saved = predicted - predicted_rest
     assert saved == 5
     assert saved - 0.02 <= live - live_rest <= saved + 1.02
+
+
+def plan_wide_blocks():
+    """Return the plan that the planner chooses for half of the memory that recomputation saves, and the model's problem."""
+    model, x, y = make_wide_blocks()
+    device = replace(Device(), roofline=Roofline("cpu", (("fp32", 1e11),)))
+    profile = cp.profile(model, x, y, loss=F.mse_loss, microbatch_sizes=(NUM_ROWS // 2,), roofline_device=device)
+    spec = trace_model_spec(model, OptimizerSpec(optim.SGD, dict(model.named_parameters())), x, None)
+    plan = replace(Plan.parse("data(2)"), passes=("overlap",))
+    everything = replace(plan, passes=(*plan.passes, "recompute"))
+    most, least = (
+        max(predict_rank_bytes(one, spec, Cluster(), batch_size=NUM_ROWS, profile=profile))
+        for one in (plan, everything)
+    )
+    limited = Cluster(Device(memory_bytes=(most + least) // 2))
+    problem = PlanningProblem(spec, limited, NUM_ROWS, profile)
+    return rank_and_choose([plan], problem).plan, problem
+
+
+def test_a_choice_for_each_block_has_the_predicted_bytes_and_the_losses_of_one_process():
+    plan, problem = plan_wide_blocks()
+    compiled, samples = compile_for(plan, problem.model, problem.cluster, NUM_ROWS, problem.profile)
+    timeline = memory_timeline(compiled.program, storage_sizes(compiled.model, samples, problem.profile))[0]
+    assert max(timeline) <= problem.cluster.device.memory_bytes
+    assert any(name.startswith("recompute:blocks=") for name in plan.passes)
+    last = max(at for at, one in enumerate(compiled.program.unroll(1)[0]) if isinstance(one, Forward))
+    model, x, y = make_wide_blocks()
+    expected = train_alone(model, x, y)
+    for measured in run_forked(train_wide_blocks, ranks=2, args=["data(2)", list(plan.passes)]):
+        assert isinstance(measured, list), measured
+        live, losses = measured
+        assert live == pytest.approx(timeline[last + 1] - timeline[0], rel=0.02)
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def train_alone(model, x, y):
+    """Return the losses of three steps of a plain loop."""
+    optimizer, losses = optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -186,7 +186,7 @@ def plan(
     deadline = None if budget_s is None else Deadline.after(budget_s)
     loaded_profile = resolve_profile(model, profile, loaded_plan, computed_in)
     own_profile = loaded_profile or estimate_workload(workload, place.device, computed_in, size)
-    problem = PlanningProblem(model, place, size, own_profile)
+    problem = PlanningProblem(model, place, size, own_profile, has_offload_folder=has_offload_folder(workload))
     pass_names = tuple(name for name in passes if name != "none") if passes is not None else DEFAULT_PASSES
     plans = list_candidates(ranks, problem, pass_names, loaded_plan, fraction_of_deadline(deadline, 4))
     ranking = rank_for_problem(plans, problem, fraction_of_deadline(deadline, 2))
@@ -205,6 +205,13 @@ def plan(
     print_result(request, ranking, result, top, as_json=as_json)
     if isinstance(result, PlanChoice):
         write_outputs(result, request, out, report)
+
+
+def has_offload_folder(workload: Workload | None) -> bool:
+    """Return whether a script gives a folder for what ranks offload, and its model is not on a device."""
+    if workload is None or workload.options.offload_folder is None:
+        return False
+    return all(param.device.type in {"cpu", "meta"} for param in workload.model.parameters())
 
 
 def resolve_precision(text: str | None, workload: Workload | None, loaded_plan: Plan | None) -> Precision | None:

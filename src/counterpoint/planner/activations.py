@@ -139,7 +139,7 @@ def describe_activations(plan: Plan) -> str:
 
     Example:
         >>> describe_activations(Plan(passes=("recompute:blocks=0-2", "offload:activations=disk:blocks=2")))
-        'recomputation of blocks 0-2, with the inputs of blocks 2 on disk'
+        'recomputation of blocks 0-2, with the input of block 2 on disk'
     """
     names = {
         RECOMPUTE_PASS: "activation recomputation",
@@ -152,10 +152,16 @@ def describe_activations(plan: Plan) -> str:
     }  # fmt: skip
     recomputed = found.pop(RECOMPUTE_PASS, "")
     moved = [
-        f"the inputs of {f'blocks {blocks}' if blocks else 'blocks'} {names[own]}" for own, blocks in found.items()
+        f"the input{'' if blocks.isdigit() else 's'} of {_name_blocks(blocks)} {names[own]}"
+        for own, blocks in found.items()
     ]
-    text = f"recomputation of blocks {recomputed}" if recomputed else names[RECOMPUTE_PASS]
+    text = f"recomputation of {_name_blocks(recomputed)}" if recomputed else names[RECOMPUTE_PASS]
     return f"{text}, with {' and '.join(moved)}" if moved else text
+
+
+def _name_blocks(blocks: str) -> str:
+    """Return the name of what a selector such as ``0-2`` selects; of all blocks if it is empty."""
+    return f"block {blocks}" if blocks.isdigit() else f"blocks {blocks}".strip()
 
 
 class _ActivationSearch:
@@ -174,7 +180,10 @@ class _ActivationSearch:
 
     def run(self, max_enumerated: int) -> Prediction | None:
         """Return the fastest prediction that fits."""
-        self.predict(self.everything)
+        everything = self.predict(self.everything)
+        capacity = self.simulator.cluster.device.usable_bytes
+        if (everything is None or not everything.fits) and not all(solve_stage(one, capacity) for one in self.stages):
+            return None
         options = [[option.mode for option in block.options] for block in self.blocks]
         if prod(map(len, options)) <= max_enumerated:
             for modes in product(*options):

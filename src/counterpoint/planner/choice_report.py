@@ -8,6 +8,7 @@ from itertools import islice
 
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.plan.plan import Plan
+from counterpoint.planner.activations import describe_activations
 from counterpoint.planner.choose import (
     DATA_PARALLEL_TOLERANCE,
     MEASURED_TOLERANCE,
@@ -17,7 +18,15 @@ from counterpoint.planner.choose import (
     is_pure_data_parallel,
     simulator_for_problem,
 )
-from counterpoint.planner.ranking import PlanRanking, Prediction, attribute_time, format_plan, predict_trace
+from counterpoint.planner.ranking import (
+    PlanRanking,
+    Prediction,
+    attribute_time,
+    format_activation_passes,
+    format_plan,
+    is_activation_pass,
+    predict_trace,
+)
 from counterpoint.program.text import format_group
 from counterpoint.viz.number_format import format_bytes, format_number, format_seconds
 from counterpoint.viz.page import StatCard
@@ -45,7 +54,7 @@ def table_row(prediction: Prediction, first: Prediction) -> tuple[str, ...]:
         prediction.update_s,
     )
     return (
-        f"{prediction.plan}{'' if prediction.is_synchronous else ' *'}",
+        f"{prediction.plan}{'' if prediction.is_synchronous else ' *'}{format_activation_passes(prediction.plan)}",
         str(prediction.plan.num_microbatches),
         *map(format_ms, times),
         format_bytes(prediction.sent_bytes),
@@ -83,6 +92,7 @@ def explain_choice(choice: PlanChoice) -> list[str]:
     reason = _measured_reason(choice) if choice.trials else _predicted_reason(choice)
     return [
         f"{format_plan(choice.plan)} was chosen: {reason}",
+        *_explain_activations(choice),
         *_explain_memory(choice),
         *_explain_compilation(choice),
         *(f"{format_plan(failed.plan)} could not be tried: {failed.reason}" for failed in choice.failed_trials),
@@ -111,6 +121,17 @@ def _explain_not_evaluated(ranking: PlanRanking) -> list[str]:
     first, *others = map(format_plan, ranking.not_evaluated)
     rest = f" and {len(others)} more plans of the list were" if others else " was"
     return [f"the time budget ended before {first}{rest} evaluated; a larger --time-budget evaluates all of them"]
+
+
+def _explain_activations(choice: PlanChoice) -> list[str]:
+    """Return the change that made the chosen plan fit, if no plan fits without one."""
+    if not any(map(is_activation_pass, choice.plan.passes)):
+        return []
+    if any(not any(map(is_activation_pass, one.plan.passes)) for one in choice.ranking.eligible):
+        return []
+    return [
+        f"no plan fits that keeps all activations; the smallest change that fits: {describe_activations(choice.plan)}"
+    ]
 
 
 def _explain_memory(choice: PlanChoice) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,12 +10,21 @@ from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan.plan import Plan
+from counterpoint.planner.activations import choose_activations
 from counterpoint.planner.deadline import NO_DEADLINE, Deadline
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.incremental_simulator import IncrementalSimulator
 from counterpoint.planner.memory_suggestions import PlanningProblem, explain_no_fit, resolve_partitions
 from counterpoint.planner.pipeline.candidates import DEFAULT_SYNCHRONOUS_SCHEDULES, find_pipeline_plans
-from counterpoint.planner.ranking import PlanRanking, Prediction, RejectedPlan, build_simulator, rank_with_schedules
+from counterpoint.planner.ranking import (
+    PlanRanking,
+    Prediction,
+    RejectedPlan,
+    attribute_time,
+    build_simulator,
+    merge_rankings,
+    rank_with_schedules,
+)
 from counterpoint.program.trace import Trace
 from counterpoint.strategies.data import Data
 from counterpoint.strategies.easgd import ElasticAveraging
@@ -32,6 +42,8 @@ MIN_WIN_FRACTION = 0.2
 """Fraction of rounds in which a plan must have been as fast as the fastest."""
 DATA_PARALLEL_TOLERANCE = 1.08
 """The same ratio for pure data parallelism: the difference between runs."""
+MAX_ACTIVATION_PLANS = 4
+"""Plans that fit with another choice of what blocks keep, up to which such choices are looked for."""
 TRIAL_CUTOFF = 2.0
 """The best plan of each kind is tried before a second one of another kind, unless its predicted step is at least this
 multiple of the fastest.
@@ -147,8 +159,26 @@ def rank_and_choose(
 def rank_for_problem(
     plans: Iterable[Plan], problem: PlanningProblem, deadline: Deadline = NO_DEADLINE, *, tolerance: float | None = None
 ) -> PlanRanking:
-    """Return the ranking of plans for a problem; see :func:`rank_with_schedules`."""
-    return rank_with_schedules(plans, simulator_for_problem(problem), deadline, tolerance)
+    """Return the ranking of plans for a problem; see :func:`rank_with_schedules`.
+
+    Of synchronous plans that do not fit, and would be faster than those that do, the first that fit with another choice
+    of what blocks keep are ranked with it as well; see :func:`choose_activations`.
+    """
+    simulator = simulator_for_problem(problem)
+    ranking = rank_with_schedules(plans, simulator, deadline, tolerance)
+    found: list[Prediction] = []
+    limited = [one for one in ranking.predictions if one.is_synchronous and not one.fits]
+    fastest_s = min((one.step_s for one in ranking.eligible), default=math.inf)
+    for prediction in sorted(limited, key=lambda one: one.step_s):
+        if len(found) == MAX_ACTIVATION_PLANS or prediction.step_s >= fastest_s or deadline.is_past:
+            break
+        if prediction.plan.recomputation is None:
+            chosen = choose_activations(prediction.plan, simulator, allows_disk=problem.has_offload_folder)
+            found += [] if chosen is None else [chosen]
+            fastest_s = min(fastest_s, *(one.step_s for one in found), math.inf)
+    if tolerance is None:
+        found = [attribute_time(one, simulator) for one in found]
+    return merge_rankings(ranking, PlanRanking(tuple(found), ())) if found else ranking
 
 
 def simulator_for_problem(problem: PlanningProblem) -> IncrementalSimulator:

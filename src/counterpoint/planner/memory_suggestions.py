@@ -10,11 +10,18 @@ from counterpoint.errors import PlanError
 from counterpoint.model.model_profile import ModelProfile
 from counterpoint.model.spec import ModelSpec
 from counterpoint.plan.plan import DEFAULT_PASSES, PREFETCH_PASS, Plan
+from counterpoint.planner.activations import choose_activations, describe_activations
 from counterpoint.planner.enumerate import enumerate_plans
 from counterpoint.planner.prepare import resolve_partition
-from counterpoint.planner.ranking import Prediction, format_plan, predict_rank_bytes
+from counterpoint.planner.ranking import (
+    Prediction,
+    build_simulator,
+    format_plan,
+    is_activation_pass,
+    predict_rank_bytes,
+)
 from counterpoint.strategies.data import Data
-from counterpoint.strategies.offload import OFFLOAD_PASS
+from counterpoint.strategies.offload import OFFLOAD_ACTIVATIONS_PASS, OFFLOAD_PASS
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.recomputation import RECOMPUTE_PASS
 from counterpoint.strategies.tensor import Tensor
@@ -36,12 +43,14 @@ class PlanningProblem:
         cluster: where it would run.
         batch_size: samples of one global batch.
         profile: measured times of the model's layers; None to use operation counts.
+        has_offload_folder: whether ranks have a folder on disk, so that plans may keep activations there.
     """
 
     model: ModelSpec
     cluster: Cluster
     batch_size: int
     profile: ModelProfile | None = None
+    has_offload_folder: bool = False
 
 
 def resolve_partitions(plans: Iterable[Plan], problem: PlanningProblem) -> tuple[Plan, ...]:
@@ -75,7 +84,8 @@ class MemorySuggestion:
 
     def __str__(self) -> str:
         """Format the change, the plan and its bytes."""
-        passes = "".join(f" + {name}" for name in self.plan.passes if name not in DEFAULT_PASSES)
+        others = (name for name in self.plan.passes if name not in DEFAULT_PASSES and not is_activation_pass(name))
+        passes = "".join(f" + {name}" for name in others)
         return f"{self.change} ({format_plan(self.plan)}{passes}: {self.memory_bytes} bytes)"
 
 
@@ -97,8 +107,8 @@ def explain_no_fit(predictions: Sequence[Prediction], plans: Sequence[Plan], pro
         advice = f"the smallest change that fits: {'; or '.join([first, *others])}"
     else:
         advice = (
-            "neither recomputation nor more microbatches, offloaded optimizer state, a smaller batch or more ranks "
-            "make any of the plans fit; take devices with more memory, or a smaller model"
+            "neither recomputation nor more microbatches, offloaded optimizer state, a smaller batch, more ranks or "
+            "weights on disk make any of the plans fit; take devices with more memory, or a smaller model"
         )
     return (
         f"no plan fits: {least.plan} needs least, {least.memory_bytes} of {least.capacity_bytes} bytes{reserve} on the "
@@ -111,8 +121,9 @@ def suggest_changes(
 ) -> Iterator[MemorySuggestion]:
     """Yield what would fit, the smallest change first.
 
-    These are weights that are gathered less early, another plan, recomputation, more microbatches, optimizer state
-    elsewhere, a smaller batch, more ranks.
+    These are weights that are gathered less early, another plan, what blocks keep of their activations, more
+    microbatches, optimizer state elsewhere, a smaller batch, more ranks; and if nothing else fits on the same ranks,
+    weights on disk.
 
     Args:
         predictions: of synchronous plans, at least one.
@@ -123,17 +134,60 @@ def suggest_changes(
         prediction.plan
         for prediction in sorted(predictions, key=lambda prediction: prediction.memory_bytes)[:NUM_SMALLEST]
     ]
+    found = list(_smaller_changes(smallest, plans, problem))
+    yield from found
+    has_tensor_parallelism = any(isinstance(strategy, Tensor) for plan in plans for strategy in plan.strategies)
+    yield from _more_ranks(smallest[0], problem, has_tensor_parallelism=has_tensor_parallelism)
+    if not found:
+        yield from _weights_on_disk([*plans, *_other_plans(smallest[0], plans, problem)], problem)
+
+
+def _smaller_changes(
+    smallest: Sequence[Plan], plans: Sequence[Plan], problem: PlanningProblem
+) -> Iterator[MemorySuggestion]:
+    """Yield what would fit on the same ranks without weights on disk."""
     recomputing = [
         replace(plan, passes=(*plan.passes, RECOMPUTE_PASS)) for plan in smallest if plan.recomputation is None
     ]
     yield from _smaller_prefetch_depth(smallest, problem)
     yield from _smallest("another plan", _other_plans(smallest[0], plans, problem), problem)
-    yield from _smallest("activation recomputation", recomputing, problem)
+    yield from _activations_per_block(smallest, problem)
     for change in (_more_microbatches, _offloaded_state, _smaller_batch):
         suggestions = list(change(smallest, problem))
         yield from suggestions or change(recomputing, problem)
-    has_tensor_parallelism = any(isinstance(strategy, Tensor) for plan in plans for strategy in plan.strategies)
-    yield from _more_ranks(smallest[0], problem, has_tensor_parallelism=has_tensor_parallelism)
+
+
+def _activations_per_block(plans: Sequence[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
+    """Yield the fastest choice of what blocks keep, with inputs on disk only if nothing else fits."""
+    simulator = build_simulator(problem.model, problem.cluster, problem.batch_size, problem.profile)
+    for allows_disk in (False, True):
+        chosen = [choose_activations(plan, simulator, allows_disk=allows_disk) for plan in plans]
+        found = [one for one in chosen if one is not None]
+        if found:
+            best = min(found, key=lambda one: one.step_s)
+            yield MemorySuggestion(describe_activations(best.plan), best.plan, problem.batch_size, best.memory_bytes)
+            return
+
+
+def _weights_on_disk(plans: Iterable[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:
+    """Yield the plan that fits with shards of weights on disk, alone or with what else may be there."""
+    sharding = [plan for plan in plans if any(isinstance(one, Zero) and one.level == 3 for one in plan.strategies)]
+    state, inputs = f"{OFFLOAD_PASS}:state=disk", (RECOMPUTE_PASS, OFFLOAD_ACTIVATIONS_PASS)
+    for change, others in {
+        "weights on disk": (),
+        "weights and optimizer state on disk": (state,),
+        "weights, optimizer state and inputs of recomputed blocks on disk": (state, *inputs),
+    }.items():
+        passes = (*others, f"{OFFLOAD_PASS}:params=disk")
+        moved = [
+            replace(plan, passes=(*plan.passes, *passes))
+            for plan in sharding
+            if plan.offloading is None and (plan.recomputation is None or not set(inputs) & set(others))
+        ]
+        suggestions = list(_smallest(change, moved, problem))
+        yield from suggestions
+        if suggestions:
+            return
 
 
 def _smallest(change: str, plans: Iterable[Plan], problem: PlanningProblem) -> Iterator[MemorySuggestion]:

@@ -23,8 +23,10 @@ from counterpoint.planner.plan_simulation import PlanSimulation
 from counterpoint.planner.prepare import compile_for, fit_profile, resolve_partition, storage_sizes
 from counterpoint.program.trace import Trace
 from counterpoint.simulator.memory import peak_memory_bytes
+from counterpoint.strategies.offload import OFFLOAD_ACTIVATIONS_PASS
 from counterpoint.strategies.pipeline.pipeline import Pipeline
 from counterpoint.strategies.pipeline.schedules.registry import SCHEDULES
+from counterpoint.strategies.recomputation import PARTITION_PASS, RECOMPUTE_PASS
 from counterpoint.viz.number_format import format_seconds
 from counterpoint.world.cluster import Cluster, Link
 
@@ -144,8 +146,19 @@ class PlanRanking:
 
 
 def format_plan(plan: Plan) -> str:
-    """Return the plan's text with its number of microbatches, if it has more than one."""
-    return f"{plan}" + (f" with {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else "")
+    """Return the plan's text with its number of microbatches, if it has more than one, and what blocks keep."""
+    microbatches = f" with {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
+    return f"{plan}{microbatches}{format_activation_passes(plan)}"
+
+
+def format_activation_passes(plan: Plan) -> str:
+    """Return the passes of a plan that say what blocks keep between forward and backward, each after a ``+``."""
+    return "".join(f" + {name}" for name in plan.passes if is_activation_pass(name))
+
+
+def is_activation_pass(name: str) -> bool:
+    """Return whether a pass says what blocks keep between forward and backward."""
+    return name.partition(":")[0] in {RECOMPUTE_PASS, PARTITION_PASS} or name.startswith(OFFLOAD_ACTIVATIONS_PASS)
 
 
 def rank_plans(

@@ -59,15 +59,16 @@ class DiskQueue:
 
     def await_read(self, index: int, now: float) -> float:
         """Return when the tensor that an instruction uses is read; now if it uses none from disk."""
-        match self.instructions[index]:
-            case Recompute(block, micro):
-                return max(now, self.read_s.pop(("x", block, micro), now))
-            case Update(unit):
-                return max(now, self.read_s.pop(("weight", *unit, None), now))
-            case Collective("all_gather", tensor, phase=phase) if tensor.name == "weight" and phase != "wait":
-                return max(now, self.read_s.pop(("weight", *tensor.blocks, None), now))
-            case _:
-                return now
+        instruction = self.instructions[index]
+        if isinstance(instruction, Recompute):
+            key: ReadKey = "x", instruction.block, instruction.micro
+        elif isinstance(instruction, Update):
+            key = "weight", *instruction.unit, None
+        elif isinstance(instruction, Collective) and instruction.phase != "wait":
+            key = instruction.tensor.name, *instruction.tensor.blocks, instruction.tensor.micro
+        else:
+            return now
+        return max(now, self.read_s.pop(key, now))
 
 
 def runs_beside_computing(instruction: Instruction) -> TypeGuard[Fetch | Offload]:

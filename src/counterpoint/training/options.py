@@ -25,6 +25,8 @@ from counterpoint.world.cluster import Cluster
 InitWeights: TypeAlias = Callable[[nn.Module], object]
 """Initializes the parameters and buffers of one module in place."""
 
+HOST_DEVICES = frozenset({"cpu", "meta"})
+"""Of parameters whose ranks compute on the host; models that no process can hold stay on the meta device."""
 RENAMED_OPTIONS = {
     "deadline_s": "timeout_s",
     "init": "init_sync (broadcast or verify)",

@@ -36,7 +36,13 @@ from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
 from counterpoint.training.model_partition import describe_trained, finest_partition, plan_fingerprint
-from counterpoint.training.options import OTHER_FIT_OPTIONS, OTHER_OPTIONS, RENAMED_OPTIONS, TrainingOptions
+from counterpoint.training.options import (
+    HOST_DEVICES,
+    OTHER_FIT_OPTIONS,
+    OTHER_OPTIONS,
+    RENAMED_OPTIONS,
+    TrainingOptions,
+)
 from counterpoint.world.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -326,7 +332,10 @@ class AutoStrategy:
         tolerance = (
             None if options.num_measured_plans else PREDICTED_TOLERANCE
         )  # slower predictions may be measured, too
-        return rank_and_choose(plans, PlanningProblem(spec, cluster, batch_size, profile), tolerance)
+        is_on_host = all(param.device.type in HOST_DEVICES for param in model.parameters())
+        has_folder = options.offload_folder is not None and is_on_host and options.device in {None, "cpu"}
+        problem = PlanningProblem(spec, cluster, batch_size, profile, has_offload_folder=has_folder)
+        return rank_and_choose(plans, problem, tolerance)
 
 
 def make_auto_strategy(requested_plan: RequestedPlan, plan: Plan, options: TrainingOptions) -> AutoStrategy | None:

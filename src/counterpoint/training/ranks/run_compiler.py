@@ -70,10 +70,7 @@ from counterpoint.training.model_partition import (
     with_loss_pass,
     with_partition,
 )
-from counterpoint.training.options import TrainingOptions, build_step_guard
-
-HOST_DEVICES = frozenset({"cpu", "meta"})
-"""Of parameters whose ranks compute on the host; models that no process can hold stay on the meta device."""
+from counterpoint.training.options import HOST_DEVICES, TrainingOptions, build_step_guard
 
 
 @dataclass(frozen=True, slots=True)
