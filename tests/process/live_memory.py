@@ -188,12 +188,16 @@ def make_wide_blocks():
 
 
 def train_wide_blocks(plan, passes):
-    """Return the bytes that a step adds up to the loss, and the losses of three steps.
+    """Return for each tuple of passes the bytes that a step adds up to the loss, and the losses of three steps.
 
     Args:
         plan: text.
-        passes: of the plan.
+        passes: of each run.
     """
+    return [train_with_passes(plan, tuple(one)) for one in passes]
+
+
+def train_with_passes(plan, passes):
     found = []
 
     def loss(output, target):
@@ -201,7 +205,7 @@ def train_wide_blocks(plan, passes):
         return F.mse_loss(output, target)
 
     model, x, y = make_wide_blocks()
-    full_plan, optimizer = replace(Plan.parse(plan), passes=tuple(passes)), torch.optim.SGD(model.parameters(), lr=0.5)
+    full_plan, optimizer = replace(Plan.parse(plan), passes=passes), torch.optim.SGD(model.parameters(), lr=0.5)
     with cp.parallelize(model, optimizer, loss, strategy=full_plan, environment=detect()) as step:
         before = live_bytes()
         losses = [float(step(x, y)) for _ in range(3)]

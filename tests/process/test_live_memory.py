@@ -188,19 +188,28 @@ def plan_wide_blocks():
     return rank_and_choose([plan], problem).plan, problem
 
 
-def test_a_choice_for_each_block_has_the_predicted_bytes_and_the_losses_of_one_process():
-    plan, problem = plan_wide_blocks()
+def predict_at_loss(plan, problem):
+    """Return the bytes of a rank at the end of its last forward, and at most, where blocks are run one by one."""
     compiled, samples = compile_for(plan, problem.model, problem.cluster, NUM_ROWS, problem.profile)
     timeline = memory_timeline(compiled.program, storage_sizes(compiled.model, samples, problem.profile))[0]
-    assert max(timeline) <= problem.cluster.device.memory_bytes
-    assert any(name.startswith("recompute:blocks=") for name in plan.passes)
     last = max(at for at, one in enumerate(compiled.program.unroll(1)[0]) if isinstance(one, Forward))
-    model, x, y = make_wide_blocks()
-    expected = train_alone(model, x, y)
-    for measured in run_forked(train_wide_blocks, ranks=2, args=["data(2)", list(plan.passes)]):
+    return timeline[last + 1], max(timeline)
+
+
+def test_a_choice_for_each_block_takes_as_predicted_and_has_the_losses_of_one_process():
+    """It has more than the plan that recomputes everything, by what blocks keep."""
+    chosen, problem = plan_wide_blocks()
+    assert any(name.startswith("recompute:blocks=") for name in chosen.passes)
+    everything = replace(chosen, passes=("overlap", "recompute"))
+    (predicted, peak), (predicted_least, _) = (predict_at_loss(one, problem) for one in (chosen, everything))
+    assert peak <= problem.cluster.device.memory_bytes
+    expected = train_alone(*make_wide_blocks())
+    passes = [list(one.passes) for one in (chosen, everything)]
+    for measured in run_forked(train_wide_blocks, ranks=2, args=["data(2)", passes]):
         assert isinstance(measured, list), measured
-        live, losses = measured
-        assert live == pytest.approx(timeline[last + 1] - timeline[0], rel=0.02)
+        (live, losses), (live_least, _) = measured
+        assert live - live_least == pytest.approx(predicted - predicted_least, rel=0.02)
+        assert live <= problem.cluster.device.memory_bytes
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
