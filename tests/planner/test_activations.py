@@ -164,6 +164,12 @@ def test_if_no_plan_fits_that_keeps_everything_the_planner_chooses_what_blocks_k
     assert table_row(prediction, prediction)[0] == f"data(2) + {choice.plan.passes[1]}"
 
 
+def test_nothing_is_recomputed_where_it_may_not_be():
+    plan, (limit,) = limits_between(uneven(6), "data(2)", fractions=(0.4,))
+    with pytest.raises(PlanError, match="fits"):
+        choose_for(uneven(6), plan, limit, may_recompute=False)
+
+
 def test_inputs_are_on_disk_only_where_there_is_a_folder_for_them():
     model, plan = uneven(4, output_bytes=(60_000, 90_000)), with_passes(Plan.parse("solo"))
     offloaded = predict(model, with_passes(plan, "recompute", "offload:activations=disk"), limited())

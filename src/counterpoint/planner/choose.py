@@ -172,7 +172,7 @@ def rank_for_problem(
     for prediction in sorted(limited, key=lambda one: one.step_s):
         if len(found) == MAX_ACTIVATION_PLANS or prediction.step_s >= fastest_s or deadline.is_past:
             break
-        if prediction.plan.recomputation is None:
+        if problem.may_recompute and prediction.plan.recomputation is None:
             chosen = choose_activations(prediction.plan, simulator, allows_disk=problem.has_offload_folder)
             found += [] if chosen is None else [chosen]
             fastest_s = min(fastest_s, *(one.step_s for one in found), math.inf)

@@ -44,6 +44,7 @@ class PlanningProblem:
         batch_size: samples of one global batch.
         profile: measured times of the model's layers; None to use operation counts.
         has_offload_folder: whether ranks have a folder on disk, so that plans may keep activations there.
+        may_recompute: whether blocks may be recomputed; those of a model with synchronized batch norm may not.
     """
 
     model: ModelSpec
@@ -51,6 +52,7 @@ class PlanningProblem:
     batch_size: int
     profile: ModelProfile | None = None
     has_offload_folder: bool = False
+    may_recompute: bool = True
 
 
 def resolve_partitions(plans: Iterable[Plan], problem: PlanningProblem) -> tuple[Plan, ...]:

@@ -35,6 +35,7 @@ from counterpoint.strategies.strategy import Strategy, require_strategy
 from counterpoint.strategies.tensor import Tensor
 from counterpoint.strategies.tree_reduce import TreeReduce
 from counterpoint.strategies.zero import Zero
+from counterpoint.training.model_checks.validation import uses_sync_batch_norm
 from counterpoint.training.model_partition import describe_trained, finest_partition, plan_fingerprint
 from counterpoint.training.options import (
     HOST_DEVICES,
@@ -334,7 +335,14 @@ class AutoStrategy:
         )  # slower predictions may be measured, too
         is_on_host = all(param.device.type in HOST_DEVICES for param in model.parameters())
         has_folder = options.offload_folder is not None and is_on_host and options.device in {None, "cpu"}
-        problem = PlanningProblem(spec, cluster, batch_size, profile, has_offload_folder=has_folder)
+        problem = PlanningProblem(
+            spec,
+            cluster,
+            batch_size,
+            profile,
+            has_offload_folder=has_folder,
+            may_recompute=not uses_sync_batch_norm(model, options),
+        )
         return rank_and_choose(plans, problem, tolerance)
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
@@ -329,6 +329,13 @@ class ReductionRecorder:
                 )
 
 
+PLAIN_LOSSES: frozenset[Callable[..., Tensor]] = frozenset({
+    F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.gaussian_nll_loss, F.huber_loss, F.kl_div, F.l1_loss,
+    F.mse_loss, F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss,
+})  # fmt: skip
+"""Torch's losses of which a function mode sees the call alone, and replaces nothing: they need none."""
+
+
 def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how it adds up
     loss_function: LossFunction,
     output: Any,  # noqa: ANN401 - of the model
@@ -356,7 +363,9 @@ def compute_mean_loss(  # noqa: PLR0913 - what a loss is computed from, and how 
         DataError: the loss is neither a scalar nor a weighted mean, or cannot be added to those of other samples.
     """
     recorder = ReductionRecorder(is_whole=is_whole) if recorder is None else recorder
-    with explain_unreachable_inputs(what), InterceptFunctions({**random_functions, **recorder.replacements}):
+    is_plain = type(loss_function) is FunctionType and loss_function in PLAIN_LOSSES
+    replacements = {} if is_plain else {**random_functions, **recorder.replacements}
+    with explain_unreachable_inputs(what), InterceptFunctions(replacements) if replacements else nullcontext():
         loss: Any = loss_function(output, targets)
     if isinstance(loss, Mapping):
         return add_parts(loss, what, recorder, is_whole=is_whole, is_sum=is_sum)

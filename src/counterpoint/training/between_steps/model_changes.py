@@ -172,7 +172,7 @@ class ParameterGuards:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = [*dict.fromkeys(params)]
+        self.params = (*dict.fromkeys(params),)
         self._guards: TensorGuards | None = None
         can_guard = all(type(param) in {Tensor, nn.Parameter} and param.layout == torch.strided for param in params)
         self._num_records = NUM_RECORDS if can_guard else 0  # that are left
