@@ -162,6 +162,8 @@ def test_a_nested_counter_counts_the_forwards_of_training_only(plan):
     """Runs that inspect the model before the first step were counted, too; a trace counts nothing."""
 
     class Counted(Counter):
+        state: SimpleNamespace
+
         def forward(self, x):
             self.state.calls += 1
             return self.second(torch.tanh(self.first(x)))
@@ -179,6 +181,8 @@ def test_a_differentiable_value_in_an_object_is_refused_where_ranks_run_copies()
     """A loss that reads it would see that of the user's own model, not those of the ranks."""
 
     class Keeping(Counter):
+        state: SimpleNamespace
+
         def forward(self, x):
             self.state.hidden = torch.tanh(self.first(x))
             return self.second(self.state.hidden)

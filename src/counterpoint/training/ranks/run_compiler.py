@@ -135,8 +135,7 @@ class RunCompiler:
             PlanError: the model and the plan do not fit together.
         """
         whole_reasons: list[PlanError] = []
-        is_first = fabric.rank == 0
-        partition, state = self.partition_model(plan, inputs, read_batch, whole_reasons.append, is_first=is_first)
+        partition, state = self.partition_model(plan, inputs, read_batch, whole_reasons.append, fabric.rank == 0)
         draws = (uses_rng := partition.uses_rng) or state.uses_other_generators
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
         options, microbatch_size = self.options, max(num_samples, 1)
@@ -193,8 +192,7 @@ class RunCompiler:
         inputs: Any,  # noqa: ANN401 - as above
         read_batch: Callable[[], Any] | None,
         on_whole: Callable[[PlanError], None],
-        *,
-        is_first: bool,
+        is_first: bool,  # noqa: FBT001 - all arguments are required
     ) -> tuple[PartitionedModel, ForwardState]:
         """Partition the model for a plan; return also what its forward changes for good, if it sees parts of a batch.
 
