@@ -117,7 +117,7 @@ def choose_activations(
         max_enumerated: the number of choices up to which all are predicted.
 
     Returns:
-        The prediction, of which :func:`counterpoint.planner.ranking.attribute_time` attributes the time.
+        The prediction, of which ``attribute_time`` attributes the time.
 
     Cost:
         At most ``max_enumerated`` predictions, or for each set of modes that is available ``MAX_CORRECTIONS``.
