@@ -499,6 +499,28 @@ def test_a_mean_before_the_last_graph_is_refused_where_a_batch_is_divided():
         )
 
 
+class MeanInCheckpoint(nn.Module):
+    """Computes its loss in torch's checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        def compute_loss(hidden):
+            return F.cross_entropy(self.head(hidden), x.argmax(-1))
+
+        return checkpoint(compute_loss, torch.tanh(self.layer(x)), use_reentrant=False)
+
+
+def test_a_mean_inside_of_a_checkpoint_compiles_where_no_batch_is_divided_and_is_refused_elsewhere():
+    run = partial(run_steps, loss=lambda output, _: output)
+    expected = run(make_seeded(MeanInCheckpoint), "solo")
+    assert run(make_seeded(MeanInCheckpoint), "solo", compile=COUNTED) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(cp.DataError, match=r"inside of torch's checkpoint in a graph of compile="):
+        run(make_seeded(MeanInCheckpoint), "data(2)", compile=COUNTED)
+
+
 @pytest.mark.long(quick=["data(2)-True"])
 @pytest.mark.parametrize(
     ("plan", "stays"),

@@ -1,6 +1,7 @@
 """Attributes that a forward changes: as in a plain loop where a forward sees each batch once, else refused."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -234,3 +235,56 @@ def test_a_forward_that_changes_a_parameter_is_refused_where_it_runs_on_parts_of
     with pytest.raises(cp.PlanError, match=text):
         step(torch.ones(8, 4), torch.zeros(8, 3))
     step.close()
+
+
+class Unreadable(Mapping[str, int]):
+    """A mapping whose values are computed when they are read, as those of a configuration with missing ones."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+    def __iter__(self):
+        return iter(["missing"])
+
+    def __len__(self):
+        return 1
+
+
+def count_in_mapping(value):
+    value.calls += 1
+
+
+KEPT = {
+    "float8": (lambda: torch.ones(2).to(torch.float8_e4m3fn), lambda value: None),
+    "another mapping": (Unreadable, count_in_mapping),
+    "resized": (lambda: torch.zeros(2), lambda value: value.resize_(3).zero_()),
+    "array": (lambda: np.zeros(2), lambda value: value.resize(3, refcheck=False)),
+    "not a number": (lambda: torch.tensor([torch.nan, 1.0]), lambda value: value.nan_to_num_()),
+}
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_values_of_every_kind_may_be_attributes_and_are_as_before_after_runs_that_inspect_the_model(kind, plan):
+    """Some could not be compared or written again, and values of other mappings were read."""
+    make, change = KEPT[kind]
+
+    class Keeping(Counter):
+        def forward(self, x):
+            change(self.kept)
+            return self.second(torch.tanh(self.first(x)))
+
+    model = build(Keeping)
+    model.kept = value = make()
+    attributes = ModuleAttributes(model)
+    model(torch.ones(2, 4).double())
+    attributes.restore()
+    assert not ModuleAttributes(model).find_changed()
+    assert attributes.find_changed() == []
+    assert model.kept is value
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan, cross_sample="accept") as step:
+        assert all(step(*batch) > 0 for batch in batches())

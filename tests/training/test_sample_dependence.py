@@ -307,6 +307,27 @@ def test_a_difference_that_rounding_does_not_explain_is_refused_near_a_tie_too(k
         require_sample_independence(model, (x,), "solo", 2)
 
 
+class NearTieAndMean(nn.Module):
+    """Has a near tie in the first sample, and adds a share of the mean of all samples to each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.other, self.bound = nn.Linear(4, 4), nn.Linear(4, 4), 0.0
+
+    def forward(self, x):
+        result = torch.where(x.sum(1, keepdim=True) > self.bound, self.first(x), self.other(x))
+        return result - 0.5 * result.mean(0)
+
+
+def test_a_near_tie_in_one_sample_does_not_hide_that_all_depend_on_others():
+    torch.manual_seed(0)
+    model, x = NearTieAndMean().double(), features(6, 4).double()
+    x[5] = x[0]
+    model.bound = float(x[0].sum())
+    with pytest.raises(PlanError, match="depends on the other samples of its batch"):
+        require_sample_independence(model, (x,), "solo", 2)
+
+
 def test_a_warning_says_once_that_no_process_has_the_weights_to_check_later_batches():
     model, x, targets = OtherInTraining(), features(6, 4), torch.ones(6, 2)
     with cp.parallelize(model, optim.SGD(model.parameters(), lr=0.1), F.mse_loss, num_microbatches=2) as step:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ Inputs: TypeAlias = Any
 
 
 CallArgs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+KeyT = TypeVar("KeyT")
 """Positional and keyword arguments."""
 
 
@@ -418,8 +419,9 @@ class ModuleAttributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        seen: dict[int, int] = {}
         self.saved = [
-            (path, vars(module), _own_attributes(module), _read_stores(module))
+            (path, vars(module), _own_attributes(module), _read_stores(_own_attributes(module), seen))
             for path, module in model.named_modules()
         ]
 
@@ -455,11 +457,16 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
 
 
-def _read_stores(module: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
-    """Return, by attribute, what can be written to in it, each with a copy of what it has."""
+def _read_stores(attributes: Mapping[KeyT, Any], seen: dict[int, int]) -> dict[KeyT, list[tuple[Any, Any]]]:
+    """Return, by attribute, what can be written to in it, each with a copy of what it has.
+
+    Args:
+        attributes: to read.
+        seen: what other attributes have, see :func:`counterpoint.partitioning.stores.find_stores_in`.
+    """
     return {
-        name: [(store, read_store(store)) for store in find_stores_in(value, with_shared=False)]
-        for name, value in _own_attributes(module).items()
+        name: [(store, read_store(store)) for store in find_stores_in(value, with_shared=False, seen=seen)]
+        for name, value in attributes.items()
     }
 
 
@@ -474,10 +481,7 @@ class KeptValues:
         self.model = model
         attributes = _plain_attributes(model)
         self.before = {key: (value, _differentiable_leaves(value)) for key, value in attributes.items()}
-        self.contents = {
-            key: [(store, read_store(store)) for store in find_stores_in(value, with_shared=False)]
-            for key, value in attributes.items()
-        }
+        self.contents = _read_stores(attributes, {})
         self.found: dict[tuple[str, str], Any] = {}
 
     @property

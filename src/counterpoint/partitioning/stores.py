@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import suppress
 from queue import Queue, SimpleQueue
@@ -30,15 +30,24 @@ MAX_ENTRIES = 10_000
 """Of a collection inside of another value."""
 MAX_ELEMENTS = 4_000_000
 """Of a tensor or an array, which is copied."""
+DTYPES = frozenset({
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+})  # fmt: skip
+"""Of tensors that are copied; others, such as float8 and quantized ones, cannot be compared."""
 
 
-def find_stores_in(value: object, *, with_shared: bool = True, is_library: bool = False) -> Iterator[Any]:
+def find_stores_in(
+    value: object, *, with_shared: bool = True, is_library: bool = False, seen: dict[int, int] | None = None
+) -> Iterator[Any]:
     """Yield what can be written to in a value: itself, and collections, objects, tensors and arrays that it holds.
 
     Args:
         value: of any type.
         with_shared: whether objects are among them that threads share, such as a ``queue.Queue``.
         is_library: whether the value may be an object of torch's, or of this library.
+        seen: by ``id`` the depth at which values were found in others, such as a configuration that all blocks have;
+            they are left out, and those of this value are added.
 
     Example:
         >>> from types import SimpleNamespace
@@ -47,13 +56,13 @@ def find_stores_in(value: object, *, with_shared: bool = True, is_library: bool 
         ['dict', 'SimpleNamespace', 'Tensor']
     """
     if is_library or not _is_library(value):
-        yield from _find_stores(value, 0, set(), with_shared=with_shared)
+        yield from _find_stores(value, 0, {} if seen is None else seen, with_shared=with_shared)
 
 
-def _find_stores(value: object, depth: int, seen: set[int], *, with_shared: bool) -> Iterator[Any]:
-    if id(value) in seen or not _is_store(value, depth):
+def _find_stores(value: object, depth: int, seen: dict[int, int], *, with_shared: bool) -> Iterator[Any]:
+    if seen.get(id(value), MAX_DEPTH + 2) <= depth or not _is_store(value, depth):
         return
-    seen.add(id(value))
+    seen[id(value)] = depth
     if isinstance(value, Tensor | np.ndarray):
         yield value
         return
@@ -71,7 +80,7 @@ def _is_store(value: object, depth: int) -> bool:
     """Tell whether a value can be written to, or holds others that can."""
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and not (value.requires_grad or value.is_meta or value.is_nested)
-        return is_plain and value.numel() <= MAX_ELEMENTS
+        return is_plain and value.dtype in DTYPES and value.numel() <= MAX_ELEMENTS
     if isinstance(value, np.ndarray):
         return value.size <= MAX_ELEMENTS
     if isinstance(value, (*COLLECTIONS, tuple)):
@@ -98,8 +107,8 @@ def _slots_of(value: object) -> list[str]:
 
 def _held_values(value: object) -> list[Any]:
     """Return what a collection or an object holds."""
-    if isinstance(value, Mapping):
-        return [*value.values()]
+    if isinstance(value, dict):  # other mappings may compute their values; they are objects
+        return [*dict.values(value)]
     if isinstance(value, (*COLLECTIONS, tuple)):
         return [*value]
     return [*_read_attributes(value).values()]
@@ -128,7 +137,7 @@ def is_store_changed(store: Any, values: Any) -> bool:  # noqa: ANN401 - as abov
     """Tell whether a store has other values than a copy; what is in a collection or an object is not looked into."""
     if isinstance(store, Tensor):
         is_alike = (store.shape, store.dtype) == (values.shape, values.dtype)
-        return not is_alike or store.requires_grad or not torch.equal(store.nan_to_num(), values.nan_to_num())
+        return not is_alike or store.requires_grad or not _is_same_tensor(store, values)
     if isinstance(store, np.ndarray):
         return bool(store.shape != values.shape or store.tobytes() != values.tobytes())
     current = read_store(store)
@@ -139,30 +148,52 @@ def is_store_changed(store: Any, values: Any) -> bool:  # noqa: ANN401 - as abov
     return bool(current != values) if isinstance(store, set) else [*map(id, current)] != [*map(id, values)]
 
 
+def _is_same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two tensors of one shape and dtype have the same values, nan or not."""
+    if torch.equal(first, second):
+        return True
+    return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
 def write_store(store: Any, values: Any) -> None:  # noqa: ANN401 - as above
     """Give a store the values of a copy."""
     if isinstance(store, CellType):
         store.cell_contents = values
-    elif isinstance(store, list):
-        store[:] = values
-    elif isinstance(store, deque):
+    elif isinstance(store, list | deque):
         store.clear()
         store.extend(values)
     elif isinstance(store, dict | set):
         store.clear()
         store.update(values)
     elif isinstance(store, Tensor):
-        store.detach().copy_(values)
-        with suppress(RuntimeError):  # of a view
-            store.detach_()
+        _write_tensor(store, values)
     elif isinstance(store, np.ndarray):
-        np.copyto(store, values)
+        _write_array(store, values)
     else:  # another thread may use the object
         for name in _read_attributes(store).keys() - values.keys():
             object.__delattr__(store, name)
         for name, value in values.items():
             if getattr(store, "__dict__", {}).get(name, store) is not value:
                 _write_attribute(store, name, value)
+
+
+def _write_array(store: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Give an array its values back, and its shape."""
+    if store.shape != values.shape:
+        store.resize(values.shape, refcheck=False)
+    np.copyto(store, values)
+
+
+def _write_tensor(store: Tensor, values: Tensor) -> None:
+    """Give a tensor its values back, and its shape and dtype."""
+    try:
+        if (store.shape, store.dtype) != (values.shape, values.dtype):
+            raise RuntimeError
+        store.detach().copy_(values)
+    except RuntimeError:  # or its elements share memory
+        store.data = values
+    with suppress(RuntimeError):  # of a view
+        store.detach_()
 
 
 def _write_attribute(store: object, name: str, value: object) -> None:

@@ -25,7 +25,7 @@ from counterpoint.runtime.kernels.compiled_linear import is_large_linear, linear
 from counterpoint.runtime.kernels.function_mode import TorchFunction
 from counterpoint.runtime.kernels.graph_operators import define_operator, register_once
 from counterpoint.runtime.kernels.weight_grad import LINEAR_FNS
-from counterpoint.runtime.loss.loss_reduction import CASTS, PARSERS
+from counterpoint.runtime.loss.loss_reduction import CASTS, PARSERS, IndexLoss
 from counterpoint.runtime.rng.random_functions import COMPOSITES, IMPLEMENTATIONS
 from counterpoint.runtime.rng.sample_rng import Draw, SampleRange
 
@@ -121,7 +121,9 @@ def trace_loss_modules() -> None:
     from torch._dynamo.variables.base import VariableTracker
 
     traced: Any = UserDefinedClassVariable
-    write_call = traced._call_cross_entropy_loss  # noqa: SLF001 - the only place where it can be changed
+    write_call = getattr(traced, "_call_cross_entropy_loss", None)  # the only place where it can be changed
+    if write_call is None:  # another torch, which may trace the module like all others
+        return
 
     def trace_call(self: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of the compiler
         if not tx.symbolic_torch_function_state.in_torch_function_mode():
@@ -162,6 +164,7 @@ class CompiledMode(TorchFunctionMode):
         self.num_linears = 0  # whose weight gradients are written
         self.is_whole = is_whole
         self.means: list[tuple[Tensor, Tensor, int]] = []
+        self.is_in_checkpoint = self.has_hidden_mean = False
 
     def __call__(self, path: str) -> None:
         """Do nothing: seeds are no part of a graph."""
@@ -178,15 +181,13 @@ class CompiledMode(TorchFunctionMode):
         options = kwargs or {}
         index_loss = PARSERS[func](func, *args, **options) if func in PARSERS else None
         if index_loss is not None:
-            mean, weight = index_loss.reduce(is_whole=self.is_whole)
-            self.means.append((mean, weight, index_loss.target.numel()))
-            return mean
+            return self.compute_mean(index_loss, func, args, options)
         if func in CASTS and self.means:
             return self.cast(func, args, options)
         if func in COMPOSITES:
             return self.call(COMPOSITES[func], *args, **options)
         if func is checkpoint:
-            return func(partial(self.call, args[0]), *args[1:], **options)
+            return self.checkpoint(*args, **options)
         if func in LINEAR_FNS and self.handle is not None and not options and is_large_linear(args):
             self.num_linears += 1
             bias = args[2] if len(args) > 2 else None
@@ -204,6 +205,24 @@ class CompiledMode(TorchFunctionMode):
         """Call a function that draws itself, from :meth:`__torch_function__`, inside of which the mode is off."""
         with self:
             return body(*args, **kwargs)
+
+    def compute_mean(
+        self, index_loss: IndexLoss, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:  # noqa: ANN401 - as above
+        """Compute a mean over class indices, and record it unless it is in a checkpoint, which gives out its result."""
+        if self.is_in_checkpoint:
+            self.has_hidden_mean = True
+            return func(*args, **kwargs)
+        mean, weight = index_loss.reduce(is_whole=self.is_whole)
+        self.means.append((mean, weight, index_loss.target.numel()))
+        return mean
+
+    def checkpoint(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any function
+        """Call ``torch.utils.checkpoint.checkpoint``."""
+        was_in_checkpoint, self.is_in_checkpoint = self.is_in_checkpoint, True
+        result = checkpoint(partial(self.call, body), *args, **kwargs)
+        self.is_in_checkpoint = was_in_checkpoint
+        return result
 
     def cast(self, func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
         """Cast a tensor, and note the result if it is the cast of a mean."""
@@ -233,11 +252,17 @@ class CompiledMode(TorchFunctionMode):
         return result
 
     def require_complete(self) -> None:
-        """Check that a graph that was called has all draws.
+        """Check that a graph that was called has all draws, and no mean whose weight has to be known.
 
         Raises:
-            DataError: it has fewer.
+            DataError: it has fewer, or such a mean.
         """
+        if self.has_hidden_mean and not self.is_whole:
+            raise DataError(
+                "the model computes a mean over class indices (F.cross_entropy, F.nll_loss) inside of torch's "
+                "checkpoint in a graph of compile=, which does not say how many targets count; compute it after the "
+                "checkpoint, or in loss=, or drop compile="
+            )
         if self.draws is not None and self.number != len(self.draws):
             raise DataError(
                 f"a compiled forward has {self.number} draws of random numbers, but {len(self.draws)} on the first "

@@ -51,13 +51,35 @@ def largest_error(
     return max(
         (
             _relative_error(output.detach(), part.detach(), rows, rounding)
-            for output, part in zip(outputs, parts, strict=False)
-            if output.is_floating_point()
-            and output.shape[:1] == (batch_size,)
-            and part.shape == (len(rows), *output.shape[1:])
+            for output, part in _pair_rows(outputs, parts, rows, batch_size)
         ),
         default=0.0,
     )
+
+
+def row_errors(
+    outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: range, batch_size: int, rounding: float
+) -> Tensor:
+    """Return what :func:`largest_error` does, for each row: ``(len(rows),)``."""
+    errors = torch.zeros(len(rows), dtype=torch.float64)
+    for output, part in _pair_rows(outputs, parts, rows, batch_size):
+        if part.numel():
+            largest = float(output.detach().abs().max()) or 1.0
+            found = (output.detach()[rows.start : rows.stop] - part.detach()).abs().reshape(len(rows), -1).amax(1)
+            found = found.double().cpu() / largest
+            is_rounding = ~(found > max(torch.finfo(output.dtype).eps ** 0.5, rounding))
+            errors = torch.maximum(errors, found.masked_fill(is_rounding, 0.0))
+    return errors
+
+
+def _pair_rows(
+    outputs: Sequence[Tensor], parts: Sequence[Tensor], rows: range, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the outputs that have a row for each sample, each with those of some of the samples."""
+    for output, part in zip(outputs, parts, strict=False):
+        has_rows = output.shape[:1] == (batch_size,) and part.shape == (len(rows), *output.shape[1:])
+        if output.is_floating_point() and has_rows:
+            yield output, part
 
 
 def _relative_error(output: Tensor, part: Tensor, rows: range, rounding: float) -> float:
@@ -69,29 +91,71 @@ def _relative_error(output: Tensor, part: Tensor, rows: range, rounding: float) 
     return error if error > max(torch.finfo(output.dtype).eps ** 0.5, rounding) else 0.0
 
 
-def is_from_rounding(model: nn.Module, inputs: Inputs, outputs: Sequence[Tensor], error: float, size: int) -> bool:
+def is_from_rounding(
+    model: nn.Module,
+    inputs: Inputs,
+    outputs: Sequence[Tensor],
+    others: Sequence[Tensor],
+    rows: range,
+    batch_size: int,
+) -> bool:
     """Tell whether rounding explains that outputs of samples are others in another batch.
 
     A sum over features may round otherwise where a batch has another size. If two scores are nearly equal, the largest
     of them may then be the other one (a router of experts, ``argmax``), and the output another one altogether. So
-    the model runs on the same samples again with values that are rounded otherwise: if outputs change as much by that
-    alone, the difference says nothing about other samples.
+    each sample that differs runs alone, and again with values that are rounded otherwise: if its output changes as much
+    by that alone, the difference says nothing about other samples.
 
     Args:
         model: in the mode in which it was run.
         inputs: some samples.
         outputs: those of the model for them.
-        error: the largest difference from those in another batch, relative to the largest value.
-        size: the number of samples.
+        others: those of the model for another batch that has these samples.
+        rows: where they are in it.
+        batch_size: its number of samples.
+
+    Returns:
+        False for a model with weights of 16 bits, in which a unit in the last place is no small change, and where many
+        samples differ.
     """
     rounding = find_rounding(model)
-    with suppress(Exception):  # it has run before
-        for weights, samples in rounded_otherwise(model, inputs):
-            with replace_tensors(model, weights):
-                changed = run_model(model, samples)
-            if largest_error(changed, outputs, range(size), size, rounding) >= error / 2:
-                return True
+    errors = row_errors(others, outputs, rows, batch_size, rounding).tolist()
+    differing = [index for index, error in enumerate(errors) if error]
+    if not has_fine_rounding(model) or len(differing) > MAX_TIES:
+        return False
+    with suppress(Exception):  # it need not take one sample
+        return all(_has_near_tie(model, _take_sample(inputs, index, len(rows)), errors[index]) for index in differing)
     return False
+
+
+MAX_TIES = 16
+"""Samples with a near tie that are looked at."""
+
+
+def _take_sample(inputs: Inputs, index: int, batch_size: int) -> Inputs:
+    """Return one of the samples."""
+
+    def take(leaf: Any) -> Any:  # noqa: ANN401 - of any type
+        has_samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch_size
+        return leaf[index : index + 1].clone() if has_samples else leaf
+
+    return tree_map(take, inputs)
+
+
+def _has_near_tie(model: nn.Module, sample: Inputs, error: float) -> bool:
+    """Tell whether the output of a sample alone changes half as much as an error if values are rounded otherwise."""
+    rounding, expected = find_rounding(model), run_model(model, sample)
+    for weights, rounded in rounded_otherwise(model, sample):
+        with replace_tensors(model, weights):
+            changed = run_model(model, rounded)
+        if largest_error(changed, expected, range(1), 1, rounding) >= error / 2:
+            return True
+    return False
+
+
+def has_fine_rounding(model: nn.Module) -> bool:
+    """Return whether no parameter has a dtype of 16 bits or less."""
+    return all(torch.finfo(param.dtype).bits > 16 for param in model.parameters() if param.is_floating_point())
 
 
 def rounded_otherwise(

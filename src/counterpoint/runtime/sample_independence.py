@@ -190,7 +190,8 @@ def _compare_with_repeated(
     if largest_error(again, one, range(size), size, rounding):
         return None  # it depends on how often it was called, not on the number
     error = largest_error(whole, one, range(size), batch_size, rounding)
-    if not error or is_from_rounding(model, repeat_samples(inputs, size, 1, cuts_lists=cuts_lists), one, error, size):
+    samples = repeat_samples(inputs, size, 1, cuts_lists=cuts_lists)
+    if not error or is_from_rounding(model, samples, one, whole, range(size), batch_size):
         return None
     return Dependence(error, f"with the same samples repeated to {batch_size}")
 
@@ -344,13 +345,13 @@ def _find_dependence_in_mode(
         with suppress(Exception):  # a model need not take zeros in the place of a sample
             own = run_model(model, cut(start, stop)) if part is None else part
             error = largest_error(full, own, range(start, stop), batch_size, rounding)
-            if error and not is_from_rounding(model, cut(start, stop), own, error, stop - start):
+            if error and not is_from_rounding(model, cut(start, stop), own, full, range(start, stop), batch_size):
                 return Dependence(error, "without them")
     for factor in FACTORS:
         with suppress(Exception):  # a model need not take values that no batch has
             multiples = run_model(model, _add_multiples(cut(0, half), factor))
             error = largest_error(multiples, first, range(half), 2 * half, rounding)
-            if error and not is_from_rounding(model, cut(0, half), first, error, half):
+            if error and not is_from_rounding(model, cut(0, half), first, multiples, range(half), 2 * half):
                 return Dependence(error, f"together with the same samples multiplied by {factor}")
     return None
 
@@ -379,8 +380,9 @@ def _compare_with_batch(model: nn.Module, sample: Inputs, read_batch: Callable[[
     """Return how the output of a single sample differs from that in the whole batch; None if one does not run."""
     with suppress(Exception):
         one, batch = run_model(model, sample), read_batch()
-        error = largest_error(run_model(model, batch), one, range(1), num_samples(batch), find_rounding(model))
-        if error and not is_from_rounding(model, sample, one, error, 1):
+        outputs, batch_size = run_model(model, batch), num_samples(batch)
+        error = largest_error(outputs, one, range(1), batch_size, find_rounding(model))
+        if error and not is_from_rounding(model, sample, one, outputs, range(1), batch_size):
             return Dependence(error, "without them")
     return None
 

@@ -182,7 +182,7 @@ def _is_plain(value: object) -> bool:
 
 def _plain_values(model: nn.Module) -> Iterator[WatchedValue]:
     """Yield the plain attributes and hooks of modules, and the plain attributes of objects in them."""
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
     for path, module in model.named_modules():
         is_torchs = type(module).__module__.startswith("torch.nn.")
         for key, value in vars(module).items():
@@ -193,20 +193,32 @@ def _plain_values(model: nn.Module) -> Iterator[WatchedValue]:
                 continue
             elif isinstance(value, FUNCTIONS) or (isinstance(value, float) if is_torchs else _is_plain(value)):
                 yield WatchedValue(name, vars(module), key, value)
-            elif not is_torchs and _has_attributes(value) and id(value) not in seen:
-                seen.add(id(value))
-                yield from _plain_parts(f"{path}.{key}".lstrip("."), value, " of the model")
+            elif not is_torchs and _has_attributes(value):
+                yield from _plain_parts(f"{path}.{key}".lstrip("."), value, seen, " of the model")
 
 
-def _plain_parts(name: str, holder: object, where: str = "", depth: int = _MAX_DEPTH) -> Iterator[WatchedValue]:
-    """Yield the plain attributes of an object, such as a configuration, that is no module, and of objects in it."""
+def _plain_parts(
+    name: str, holder: object, seen: dict[int, int], where: str = "", depth: int = _MAX_DEPTH
+) -> Iterator[WatchedValue]:
+    """Yield the plain attributes of an object, such as a configuration, that is no module, and of objects in it.
+
+    Args:
+        name: of the object.
+        holder: the object.
+        seen: by ``id`` how deep objects were looked into; only those that were looked into less deep are again.
+        where: what the object is part of, for errors.
+        depth: how deep to look into it.
+    """
+    if seen.get(id(holder), -1) >= depth:
+        return
+    seen[id(holder)] = depth
     for attribute, item in vars(holder).items():
         if attribute.startswith("_"):
             continue
         if _is_plain(item):
             yield WatchedValue(f"{name}.{attribute}{where}", vars(holder), attribute, item)
         elif depth and _has_attributes(item) and not isinstance(item, ModuleType):
-            yield from _plain_parts(f"{name}.{attribute}", item, where, depth - 1)
+            yield from _plain_parts(f"{name}.{attribute}", item, seen, where, depth - 1)
 
 
 def _has_attributes(value: object) -> bool:
@@ -272,7 +284,7 @@ def _values_of_code(model: nn.Module) -> Iterator[WatchedValue]:
             if _is_plain(value):
                 yield WatchedValue(name, holder, key, value)
             elif _has_attributes(value) and not isinstance(value, ModuleType):
-                yield from _plain_parts(name, value)
+                yield from _plain_parts(name, value, {})
 
 
 def _environment_of(function: FunctionType) -> Iterator[WatchedValue]:

@@ -33,7 +33,7 @@ from counterpoint.runtime.loss.loss_check import RELATIVE_TOLERANCES, LossOfPart
 from counterpoint.runtime.loss.loss_reduction import LossFunction, ReductionRecorder, compute_mean_loss
 from counterpoint.runtime.loss.new_values import NewValues
 from counterpoint.runtime.microbatches import AsyncPipelineBatches, MicrobatchSource, copy_tensors, slice_samples
-from counterpoint.runtime.output_errors import rounded_otherwise
+from counterpoint.runtime.output_errors import has_fine_rounding, rounded_otherwise
 from counterpoint.runtime.sample_independence import (
     CallsForNumber,
     repeat_samples,
@@ -237,6 +237,8 @@ class ComputedLoss(NamedTuple):
             total: the loss.
             difference: from what the losses of two parts add up to.
         """
+        if not has_fine_rounding(self.model):
+            return False
         with suppress(Exception), self.mode(), run_eagerly(self.model):  # it has run before
             for weights, inputs in rounded_otherwise(self.model, self.samples.inputs, self.weights):
                 with replace_tensors(self.model, weights):
