@@ -23,6 +23,7 @@ from counterpoint.device.copy_stream import CopyStream
 from counterpoint.device.event_clock import EventClock
 from counterpoint.device.pending_scalars import PendingScalars
 from counterpoint.fabric import LocalWorld
+from counterpoint.optim.one_bit_adam import OneBitAdam
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import SyncBatchNormGroups
 from counterpoint.runtime.comm.bucket_plan import BucketPlan, GradSize
@@ -62,11 +63,13 @@ class Training:
     passes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     sends_32_bits: bool = False
+    make_optimizer: Callable[..., Any] | None = field(default=None, hash=False)
 
     def __call__(self):
         plan = replace(Plan.parse(self.plan), passes=self.passes)
         model = build(self.name).to(DEVICE.device)
-        spec = OptimizerSpec(make_optimizer(self.name, self.plan), dict(model.named_parameters()))
+        optimizer = self.make_optimizer or make_optimizer(self.name, self.plan)
+        spec = OptimizerSpec(optimizer, dict(model.named_parameters()))
         options, losses = TrainingOptions(**self.options), []
         with LocalWorld(plan.num_ranks) as world:
             for fabric in world.fabrics:
@@ -191,6 +194,11 @@ def read_clock():
 
 
 DATA = Training("mlp", "data(2, bucket=0, first_bucket=0)", ("overlap",), {"clip_norm": 0.5})
+ONE_BIT = Training(
+    "mlp",
+    "data(2, compress=onebit, compress_from=1)",
+    make_optimizer=partial(OneBitAdam, lr=0.01, freeze_step=1),
+)
 NARROW = {"precision": "fp32(reduce=bf16)"}
 NEEDED_BY: Mapping[str, Exercise] = {
     "device/accelerator.py:HostCopy.wait synchronize[0]": DATA,
@@ -208,6 +216,9 @@ NEEDED_BY: Mapping[str, Exercise] = {
     ),
     "fabric/cast_reductions.py:CastPairReduction.wait wait[0]": Training(
         "mlp", "data(2, compress=fp16)", sends_32_bits=True
+    ),
+    "fabric/quantized_collectives.py:DecodingWork.wait wait[0]": Training(
+        "mlp", "zero(2, level=3, quantized_weights=int8)"
     ),
     "fabric/fabric.py:Work.completes_within wait[0]": partial(on_two_ranks, wait_for_a_while),
     "fabric/fabric.py:Fabric.barrier wait[0]": lambda: on_two_ranks(partial(pass_a_barrier, passed=[])),
@@ -228,6 +239,8 @@ NEEDED_BY: Mapping[str, Exercise] = {
         "mlp", "data(2, compress=topk)", options={"loss_scale": 8.0}
     ),
     "runtime/comm/compressed_collectives.py:_GatherReduce.wait wait[0]": Training("mlp", "data(2, compress=topk)"),
+    "runtime/comm/compressed_collectives.py:_MomentumReduce.wait wait[0]": ONE_BIT,
+    "runtime/comm/compressed_collectives.py:_MomentumReduce.wait wait[1]": ONE_BIT,
     "runtime/comm/compressed_collectives.py:_PowerSGDReduce.wait wait[0]": Training(
         "mlp", "data(2, compress=powersgd)"
     ),

@@ -1,6 +1,7 @@
 """The user's optimizer as ranks rebuild it."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn, optim
 
 from counterpoint.errors import PlanError
 from counterpoint.optim.low_bit_adam import Bf16Adam
+from counterpoint.optim.one_bit_adam import OneBitAdam
 from counterpoint.runtime.optimizer_spec import ELEMENTWISE_OPTIMIZERS, OptimizerSpec, squared_norm
 
 
@@ -73,7 +75,8 @@ def test_every_optimizer_listed_as_elementwise_is(kind):
     values, grads = (torch.randn(3, 8, generator=draw, dtype=torch.float64) for _ in range(2))
     merged = [nn.Parameter(values[0].clone())]
     split_params = [nn.Parameter(values[0][:3].clone()), nn.Parameter(values[0][3:].clone())]
-    options = {"betas": (0.9, 0.95)} if issubclass(kind, Bf16Adam) else {}
+    options: dict[str, Any] = {"betas": (0.9, 0.95)} if issubclass(kind, Bf16Adam) else {}
+    options |= {"freeze_step": 2} if issubclass(kind, OneBitAdam) else {}
     one, two = kind(merged, lr=0.1, **options), kind(split_params, lr=0.1, **options)
     for grad in grads:
         merged[0].grad, split_params[0].grad, split_params[1].grad = grad.clone(), grad[:3].clone(), grad[3:].clone()

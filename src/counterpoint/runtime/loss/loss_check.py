@@ -423,8 +423,10 @@ class LossCheck:
         first, second = losses
         if not name and not draws and not _differ(samples, first, second):
             with suppress(Exception):  # a loss need not take values that no model gives
-                self._compute(loss_function, samples.halve().halve())
-                second = self._compute(loss_function, samples)
+                with state.preserve_generators(samples.devices):
+                    self._compute(loss_function, samples.halve().halve())
+                with state.preserve_generators(samples.devices):  # one on a device may have drawn unseen
+                    second = self._compute(loss_function, samples)
         if not name and _differ(samples, first, second):
             name = state.slots[changed[0]].name if changed else "something that it keeps"
         if name:
