@@ -47,6 +47,10 @@ def require_sums_in_narrow_dtype(plan: Plan, program: Program, cost: CostEstimat
         return
     what = "precision with reduce=bf16 or reduce=fp16 is for gradients that ranks sum in this dtype"
     instructions = [instruction for _, instruction in program.instructions()]
+    reductions = (one for one in instructions if isinstance(one, Collective) and one.tensor.name == "grad")
+    codec = next((one.codec for one in reductions if one.codec), "")
+    if codec:
+        raise PlanError(f"{what}, but {plan} reduces them with {codec}; give one of the two")
     updates_at_once = (
         not cost.staleness and not cost.replicas_may_diverge and len(plan.sync_schedule.step_fractions) == 1
     )
@@ -61,10 +65,6 @@ def require_sums_in_narrow_dtype(plan: Plan, program: Program, cost: CostEstimat
             f"{what}, but under {plan} ranks send them to a server or along a tree, in their own dtype; use data "
             "or zero, or drop reduce"
         )
-    reductions = (one for one in instructions if isinstance(one, Collective) and one.tensor.name == "grad")
-    codec = next((one.codec for one in reductions if one.codec), "")
-    if codec:
-        raise PlanError(f"{what}, but {plan} reduces them with {codec}; give one of the two")
     sparse = {param.name for param in model.params if param.has_sparse_grad}
     reduced = (one.tensor.blocks for one in instructions if isinstance(one, Collective) and one.tensor.name == "grad")
     name = next((name for unit in reduced for name in model.units[unit] if name in sparse), None)

@@ -217,6 +217,7 @@ class Lookup(nn.Module):
         ("pipedream(2)", "apply gradients of several steps"),
         ("data(2, compress=int8)", r"but data\(2, compress=int8\) reduces them with int8; give one of the two"),
         ("data(2, reduce=adasum)", "reduces them with adasum; give one of the two"),
+        ("data(2, compress=powersgd:1, compress_from=2)", "reduces them with powersgd:1; give one of the two"),
     ],
 )
 def test_plans_whose_gradients_would_travel_otherwise_are_refused(plan, match):
