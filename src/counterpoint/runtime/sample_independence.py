@@ -40,8 +40,6 @@ def require_sample_independence(
     plan: str,
     num_microbatches: int,
     read_batch: Callable[[], Inputs] | None = None,
-    *,
-    compares_numbers: bool = True,
 ) -> bool:
     """Check that a model's output for a sample does not depend on the other samples, in evaluation and in training.
 
@@ -68,8 +66,6 @@ def require_sample_independence(
         plan: as text, for the message.
         num_microbatches: number of microbatches of a batch.
         read_batch: returns the inputs of the whole batch; None if they cannot be read.
-        compares_numbers: whether to look for branches on the number of samples. One process does, for all: they are
-            the same for all batches, and torch's meta device needs 40 MiB of Python code.
 
     Returns:
         Whether Python code of the forward reads values of tensors, by which other batches may take another branch.
@@ -82,8 +78,7 @@ def require_sample_independence(
     reads = ValueReadDetector()
     found = [
         _find_dependence(model, inputs, read_batch, reads, cuts_lists=cuts)
-        or (compares_numbers and _find_dependence_on_number(model, inputs, num_microbatches, cuts_lists=cuts))
-        or None
+        or _find_dependence_on_number(model, inputs, num_microbatches, cuts_lists=cuts)
         for cuts in _ways_to_cut(inputs)
     ]
     dependence = found[0]

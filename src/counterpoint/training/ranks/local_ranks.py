@@ -297,7 +297,7 @@ class LocalRanks:
         require_values(inputs)
         to_device = self.accelerator.to_device
         read_batch = None if undivided is None else lambda: to_device(copy_tensors(undivided()[0], detached=True))
-        with self.accelerator.as_current(), stop_others_on_error(self.world):
+        with self.accelerator.as_current():
             run = self.compiler.compile(self.plan, self.buckets, to_device(inputs), num_samples, fabric, read_batch)
         self.compiled, self.run_spec, self.uses_rng = run.compiled, run.run_spec, run.uses_rng
         self.reads_values = run.reads_values
@@ -696,9 +696,7 @@ class LocalRanks:
         with without_stale_reads(), self.accelerator.as_current(), run_eagerly(self.model):
             for micro in self.own_micros(batch):
                 self.compiler.require_sample_independence(
-                    self.plan,
-                    self.accelerator.to_device(copy_tensors(batch.inputs(micro))),
-                    compares_numbers=self.world.fabrics[0].rank == 0,
+                    self.plan, self.accelerator.to_device(copy_tensors(batch.inputs(micro)))
                 )
 
     def warn_unchecked_branches(self) -> None:

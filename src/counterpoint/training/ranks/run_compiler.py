@@ -135,7 +135,7 @@ class RunCompiler:
             PlanError: the model and the plan do not fit together.
         """
         whole_reasons: list[PlanError] = []
-        partition, state = self.partition_model(plan, inputs, read_batch, whole_reasons.append, fabric.rank == 0)
+        partition, state = self.partition_model(plan, inputs, read_batch, whole_reasons.append)
         draws = (uses_rng := partition.uses_rng) or state.uses_other_generators
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
         options, microbatch_size = self.options, max(num_samples, 1)
@@ -192,7 +192,6 @@ class RunCompiler:
         inputs: Any,  # noqa: ANN401 - as above
         read_batch: Callable[[], Any] | None,
         on_whole: Callable[[PlanError], None],
-        is_first: bool,  # noqa: FBT001 - all arguments are required
     ) -> tuple[PartitionedModel, ForwardState]:
         """Partition the model for a plan; return also what its forward changes for good, if it sees parts of a batch.
 
@@ -201,7 +200,6 @@ class RunCompiler:
             inputs: the model's inputs for one microbatch, on its device.
             read_batch: returns the inputs of the whole batch; None if they cannot be read.
             on_whole: called with the reason if the plan prefers blocks, but the model cannot be divided into some.
-            is_first: whether this process has the first rank, which checks what is the same for all.
 
         Raises:
             PlanError: ranks cannot train it so.
@@ -227,7 +225,7 @@ class RunCompiler:
             require_whole_bags(self.model, inputs, plan, partial(self.run_forward, inputs))
             require_no_frequency_scaling(self.model, plan, is_used=state.scales_by_frequency)
         if self.may_cut_batches() and not state.uses_other_generators:
-            reads_values = self.require_sample_independence(plan, inputs, read_batch, compares_numbers=is_first)
+            reads_values = self.require_sample_independence(plan, inputs, read_batch)
             state = replace(state, reads_values=reads_values and not is_traced)
         return partition, state
 
@@ -236,8 +234,6 @@ class RunCompiler:
         plan: Plan,
         inputs: Any,  # noqa: ANN401 - as above
         read_batch: Callable[[], Any] | None = None,
-        *,
-        compares_numbers: bool = True,
     ) -> bool:
         """Check that outputs for samples do not depend on others; see :func:`require_sample_independence`.
 
@@ -248,7 +244,6 @@ class RunCompiler:
             plan: the plan.
             inputs: the model's inputs for one microbatch.
             read_batch: returns the inputs of the whole batch; None if they cannot be read.
-            compares_numbers: whether to look for branches on the number of samples.
 
         Returns:
             Whether the forward reads values of tensors.
@@ -260,7 +255,6 @@ class RunCompiler:
             str(plan),
             plan.global_num_microbatches,
             None if read_batch is None else lambda: as_call_args(read_batch()),
-            compares_numbers=compares_numbers,
         )
         try:
             return check()
