@@ -15,6 +15,7 @@
 #include "reduce.h"
 #include "sparse_rows.h"
 #include "optimizers.h"
+#include "tensor_addresses.h"
 
 #define CP_API extern "C" __attribute__((visibility("default")))
 
@@ -173,6 +174,11 @@ CP_API void cp_optimizer_step(const cp::OptimizerStep* step) { cp::optimizer_ste
 CP_API void cp_copy_tensors(const void* const* tensors, const uint64_t* counts, const uint64_t* starts,
                             uint64_t num_tensors, uint64_t element_size, void* into) {
   cp::copy_tensors(tensors, counts, starts, num_tensors, element_size, into);
+}
+// Called with Python's lock held.
+CP_API uint64_t cp_read_addresses(const cp::DLPackExchangeAPI* api, void* const* objects, uint64_t num_tensors,
+                                  const uint64_t* counts, uint32_t dtype, void** addresses) {
+  return cp::read_addresses(api, objects, num_tensors, counts, static_cast<cp::Dtype>(dtype), addresses);
 }
 CP_API double cp_find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors,
                                  uint32_t dtype, int32_t max_threads, double* largest) {

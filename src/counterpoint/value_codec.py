@@ -143,11 +143,12 @@ class ValueEncoder:
         """Return the JSON of a tensor, and append its buffer; see :meth:`encode`."""
         import torch
 
+        from counterpoint.tensor_bytes import as_bytes
+
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout is not torch.strided or dtype not in DTYPES or tensor.dim() > MAX_DIMS:
             raise self._unsupported(name, tensor)
-        dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        self._buffers.append(memoryview(dense.view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # a buffer
+        self._buffers.append(memoryview(as_bytes(tensor.cpu()).numpy()))  # type: ignore[arg-type]  # a buffer
         return ["tensor", dtype, list(tensor.shape)]
 
     def parts(self, tree: JsonValue) -> list[memoryview]:

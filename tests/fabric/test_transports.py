@@ -352,3 +352,27 @@ def swap(fabric):
 @pytest.mark.long(quick=["local"])
 def test_everyone_gets_from_everyone_in_their_order(run_scenario):
     assert run_scenario(swap, 3) == [([0, 20], 70001), ([1, 11], 3), ([12, 22], 4)]
+
+
+def negated(value):
+    """Return a number that torch negates lazily: the opposite is in memory."""
+    view = torch.complex(torch.zeros(1), torch.tensor([-float(value)])).conj().imag
+    assert view.is_neg()
+    assert view.is_contiguous()
+    return view
+
+
+def pass_negated_views(fabric):
+    """Sum, broadcast and send such numbers."""
+    own, other, pair = fabric.rank + 1, 1 - fabric.rank, (0, 1)
+    total, from_root = negated(own), negated(own)
+    fabric.all_reduce("total", total, pair).wait()
+    fabric.broadcast("from_root", from_root, pair, 1).wait()
+    fabric.send(other, "view", [negated(own)])
+    return total.item(), from_root.item(), fabric.recv(other, "view")[0].item()
+
+
+@pytest.mark.long(quick=["local", "shm"])
+def test_a_number_that_is_negated_lazily_travels_as_it_is_read(run_scenario):
+    """Its memory was read, which has the opposite; messages of it were refused by torch."""
+    assert run_scenario(pass_negated_views, 2) == [(3.0, 2.0, 2.0), (3.0, 2.0, 1.0)]

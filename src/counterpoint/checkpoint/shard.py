@@ -24,6 +24,7 @@ from counterpoint.checkpoint.tensor_slice import DTYPES, TensorSlice, check_slic
 from counterpoint.errors import CheckpointError, CheckpointWriteError
 from counterpoint.file_reader import open_regular_file
 from counterpoint.json_reader import parse_json_file
+from counterpoint.tensor_bytes import as_bytes
 
 HeaderEntry: TypeAlias = tuple[str, Sequence[int], tuple[int, int]]
 """Dtype, shape, first and last byte of a tensor, counted from the end of the header."""
@@ -210,7 +211,7 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the tensor's bytes, a few megabytes at a time, without a copy if it is contiguous on the CPU."""
     if not tensor.numel():
         return
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = as_bytes(tensor.cpu())
     data = flat.numpy().data
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]

@@ -18,6 +18,7 @@ from counterpoint.data.batch_form import describe_form
 from counterpoint.data.sampler import Indices
 from counterpoint.errors import DataError
 from counterpoint.partitioning.pytree import register_dataclasses
+from counterpoint.tensor_bytes import as_bytes
 
 Fields: TypeAlias = tuple[Tensor, ...]
 CollateFn: TypeAlias = Callable[[list[Any]], Any]
@@ -222,7 +223,7 @@ def _hash(values: object) -> str:
             continue
         field = torch.as_tensor(value)
         digest.update(f"{field.dtype} {tuple(field.shape)};".encode())
-        digest.update(field.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(as_bytes(field.cpu()).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -34,6 +34,7 @@ from counterpoint.rpc.tensor_codec import (
     encode_tensor_meta,
     padded_size,
 )
+from counterpoint.tensor_bytes import as_bytes
 
 MAGIC = b"CPNT"
 VERSION = 1
@@ -127,7 +128,7 @@ def _encode_parts(header: FrameHeader, label: str, tensors: Sequence[Tensor]) ->
     small, parts = bytearray(HEADER_BYTES) + head, list[bytearray | Tensor]()
     first = small
     for tensor in tensors:
-        payload = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        payload = as_bytes(tensor.cpu())
         raw, padding = as_memoryview(payload), bytes(padded_size(len(payload)) - len(payload))
         checksum, num_bytes = crc32(padding, crc32(raw, checksum)), num_bytes + padded_size(len(payload))
         if len(payload) < COALESCE_BELOW_BYTES:

@@ -54,6 +54,7 @@ from counterpoint.ps.messages import (
 from counterpoint.ps.storage.key_storage import DenseStorage, PreviousVersion, SparseRowStorage
 from counterpoint.ps.storage.optimizer_kernels import initial_state
 from counterpoint.ps.update_rules import Assign, Sgd, check_request, invalid_request
+from counterpoint.tensor_bytes import as_bytes
 
 ShardReply: TypeAlias = PushReply | Ack | Rejected
 
@@ -320,7 +321,7 @@ class PsShard:
         _, fields, tensors = encode_message(state)
         digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16)
         for tensor in tensors:
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(as_bytes(tensor).numpy().tobytes())
         return digest.hexdigest()
 
 

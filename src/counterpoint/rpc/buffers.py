@@ -34,6 +34,7 @@ from torch import Tensor
 from counterpoint.errors import PeerError, ProtocolError
 from counterpoint.rpc.segments import SegmentMapping, create_segment, open_segment
 from counterpoint.rpc.tensor_codec import padded_size
+from counterpoint.tensor_bytes import as_bytes
 
 LARGE_BYTES = 1 << 18
 UNHELD_REFCOUNT = (
@@ -131,7 +132,7 @@ class SharedBuffer:
         """Copy the tensors into the buffer, each padded."""
         flat, start = torch.frombuffer(self.mapping.memory, dtype=torch.uint8), 0
         for tensor in tensors:
-            raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            raw = as_bytes(tensor)
             flat[start : start + len(raw)].copy_(raw)
             start += padded_size(len(raw))
 

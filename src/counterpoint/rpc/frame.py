@@ -26,6 +26,7 @@ from counterpoint.rpc.tensor_codec import (
     padded_size,
     payload_bytes,
 )
+from counterpoint.tensor_bytes import as_bytes
 from counterpoint.value_codec import format_json
 
 
@@ -137,7 +138,7 @@ def encode_frame(
 def payload_chunks(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of the tensors, each padded."""
     for tensor in tensors:
-        raw = as_memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        raw = as_memoryview(as_bytes(tensor.cpu()))
         if len(raw):
             yield raw
         if padding := padded_size(len(raw)) - len(raw):

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from counterpoint.errors import DataError
 from counterpoint.fabric.fabric import Fabric, Json
 from counterpoint.launchers.environment import RankEnvironment, detect
+from counterpoint.tensor_bytes import as_bytes
 from counterpoint.training.distributed_world import DistributedWorld, open_world
 from counterpoint.value_codec import decode_value
 
@@ -94,7 +95,7 @@ def all_gather_field(
     whole = torch.empty(starts[-1] * size, dtype=torch.uint8)
     if local is not None:
         low, high = (starts[fabric.rank + more] * size for more in (0, 1))
-        whole[low:high] = local.contiguous().reshape(-1).view(torch.uint8)
+        whole[low:high] = as_bytes(local)
     fabric.all_gather("samples", whole, [start * size for start in starts], tuple(range(len(counts)))).wait()
     return whole.view(dtype).view(starts[-1], *shape)
 

@@ -15,6 +15,7 @@ from counterpoint.runtime.compiler_import import without_dynamo_import
 from counterpoint.runtime.optimizer_spec import OptimizerSpec
 from counterpoint.runtime.params.flat_layout import FlatLayout, ShardSpan, build_layouts
 from counterpoint.runtime.rebuilt_optimizer import argument_names
+from counterpoint.tensor_bytes import as_bytes
 from counterpoint.value_codec import decode_value, encode_value
 
 SliceCodec: TypeAlias = Literal["", "bf16"]
@@ -167,7 +168,7 @@ def encode_values(values: Tensor, codec: SliceCodec) -> bytes:
     """Return values as bytes; with ``bf16`` rounded to the nearest 16-bit value, ties to even."""
     if codec == "bf16":
         values = values.to(torch.bfloat16)
-    return values.detach().contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
+    return as_bytes(values).numpy().tobytes()
 
 
 def decode_values(text: bytes, dtype: torch.dtype, codec: SliceCodec) -> Tensor:

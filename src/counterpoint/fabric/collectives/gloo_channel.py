@@ -11,7 +11,7 @@ from torch import Tensor
 
 from counterpoint.errors import ProgramError
 from counterpoint.fabric.c10d import GlooProcessGroup, GlooWork
-from counterpoint.fabric.gloo.ops import as_bytes
+from counterpoint.tensor_bytes import as_bytes
 
 DATA_TAG = 2  # gloo's tag
 MAX_PENDING = 64

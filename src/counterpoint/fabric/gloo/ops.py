@@ -44,7 +44,7 @@ def to_gloo(tensor: Tensor, op: Reduction) -> Tensor:
 
 def upcast(tensor: Tensor) -> Tensor:
     """Return the tensor, contiguous; 16-bit floats in 32 bits, so that a sum is rounded once, at its end."""
-    return tensor.float().contiguous() if tensor.dtype in LOW_PRECISION else tensor.contiguous()
+    return (tensor.float() if tensor.dtype in LOW_PRECISION else tensor.resolve_neg()).contiguous()
 
 
 def from_gloo(reduced: Tensor, dtype: torch.dtype, op: Reduction, num_ranks: int) -> Tensor:
@@ -264,8 +264,3 @@ def gloo_broadcast(gloo: GlooProcessGroup, part: Tensor, root: int) -> GlooWork:
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = root, 0, GLOO_TIMEOUT
     return gloo.broadcast([part], options)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a uint8 view of a contiguous tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -38,7 +38,6 @@ from counterpoint.fabric.gloo.ops import (
     ScratchLease,
     ScratchPool,
     StartedOps,
-    as_bytes,
     gloo_all_gather,
     gloo_all_reduce,
     gloo_all_to_all,
@@ -48,6 +47,7 @@ from counterpoint.fabric.gloo.p2p import GlooP2P
 from counterpoint.fabric.peer_liveness import describe_exit, local_ranks, open_peer_processes
 from counterpoint.fabric.process_fabric import ProcessFabric
 from counterpoint.fabric.reductions import reduce_in_order_into
+from counterpoint.tensor_bytes import as_bytes
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 0.004  # between two polls; longer after polls that found nothing to do
 MAX_IDLE_POLLS = 50  # then it sleeps until `wake`, which is free until then
@@ -232,7 +232,7 @@ class GlooFabric(ProcessFabric):
 
         def start_data(gloo: GlooProcessGroup) -> StartedOps:
             target = tensor.detach()
-            whole = target.contiguous()
+            whole = target.resolve_neg().contiguous()
             works = [gloo_broadcast(gloo, as_bytes(whole), group.index(root))] if whole.numel() else []
             return works, None if whole is target else lambda: target.copy_(whole)
 

@@ -34,7 +34,6 @@ from counterpoint.fabric.gloo.collective_queue import WAIT_SLICE_S, wait_within
 from counterpoint.fabric.gloo.ops import (
     ScratchLease,
     ScratchPool,
-    as_bytes,
     gloo_all_reduce,
     gloo_all_to_all,
     gloo_broadcast,
@@ -43,6 +42,7 @@ from counterpoint.fabric.hosts.layout import HostLayout
 from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.fabric.shm.native import CollectiveKind
 from counterpoint.fabric.shm.transport import ShmFabric
+from counterpoint.tensor_bytes import as_bytes
 
 MAX_WAIT_S = 0.01  # between two polls of all stages
 

@@ -28,7 +28,6 @@ from counterpoint.fabric.gloo.ops import (
     ScratchLease,
     ScratchPool,
     StartedOps,
-    as_bytes,
     from_gloo,
     gloo_broadcast,
     start_all_reduce,
@@ -36,6 +35,7 @@ from counterpoint.fabric.gloo.ops import (
     to_gloo,
 )  # fmt: skip
 from counterpoint.fabric.reductions import LOW_PRECISION, reduce_in_order
+from counterpoint.tensor_bytes import as_bytes
 
 MAX_PADDING: Final = 1 / 8
 """Ranges are padded to one length if this adds at most so much to them."""
@@ -171,7 +171,7 @@ def start_broadcast(group: DataProcessGroup, tensor: Tensor, root: int, scratch:
     """Start to replace the tensor by that of member ``root``."""
     if not tensor.numel():
         return [], None
-    whole = tensor.contiguous()
+    whole = tensor.resolve_neg().contiguous()
     work = gloo_broadcast(group, as_bytes(whole), root)
     if whole is tensor:
         return [work], None

@@ -28,8 +28,8 @@ from torch import Tensor
 from counterpoint.errors import PeerError
 from counterpoint.fabric.c10d import GlooProcessGroup, GlooWork
 from counterpoint.fabric.fingerprint import dtype_name
-from counterpoint.fabric.gloo.ops import as_bytes
 from counterpoint.rpc.tensor_codec import DTYPE_CODES, padded_size
+from counterpoint.tensor_bytes import as_bytes
 
 TAG: Final = 3
 
@@ -199,7 +199,7 @@ def pack(tensors: Sequence[Tensor], places: Sequence[TensorPlace], device: torch
     start = 0
     for tensor, place in zip(tensors, places, strict=True):
         if place.is_raw:
-            values = as_bytes(tensor.contiguous())
+            values = as_bytes(tensor)
             packed[start : start + len(values)] = values
             start += place.num_bytes
     return packed

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from counterpoint.fabric.shm.native import DTYPES, native
-from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, make_counts, read_addresses
+from counterpoint.fabric.shm.tensor_addresses import Addresses, AddressReader, Counts
+from counterpoint.tensor_bytes import is_resolved
 
 DTYPE_OF, IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -52,7 +53,8 @@ class MagnitudeReader:
         self._call: Any = getattr(library, "cp_find_magnitudes", None)
         self.largest_number = torch.finfo(self.dtype).max
         self.largest: npt.NDArray[np.float64] = np.empty(len(examples))
-        self.counts: Counts = make_counts(map(Tensor.numel, examples))
+        self._addresses = AddressReader(examples, self.dtype)
+        self.counts: Counts = self._addresses.counts
         self._rest = (
             self.counts,
             c_uint64(len(examples)),
@@ -61,11 +63,14 @@ class MagnitudeReader:
             c_void_p(self.largest.ctypes.data),
         )
 
-    def collect(self, tensors: Sequence[Tensor]) -> Addresses | None:
-        """Return where contiguous tensors are; None if one is not contiguous, or cannot be read by the library."""
-        if not self.is_native or not all(map(Tensor.is_contiguous, tensors)):  # false for sparse ones
-            return None
-        return read_addresses(tensors)
+    def collect(self, tensors: Sequence[Tensor], objects: Addresses | None = None) -> Addresses | None:
+        """Return where contiguous tensors are; None if one is not contiguous, or cannot be read by the library.
+
+        Args:
+            tensors: to read.
+            objects: what :func:`find_objects` returns for them, if it is at hand.
+        """
+        return self._addresses.read(tensors, objects) if self.is_native else None
 
     def read_at(self, addresses: Addresses) -> float:
         """Return the largest magnitude of all that is at addresses; ``largest`` has that of each tensor."""
@@ -81,7 +86,7 @@ class MagnitudeReader:
 
     def read_one(self, tensor: Tensor) -> float:
         """Return the largest magnitude of a tensor like the only example."""
-        if not self.is_native or not tensor.is_contiguous():
+        if not self.is_native or not is_resolved(tensor):
             return float(magnitude_tensor(tensor))
         return float(self._call(byref(c_void_p(tensor.data_ptr())), *self._rest))
 
@@ -101,7 +106,7 @@ class FactorReader:
 
     def read_product(self, first: Tensor, second: Tensor) -> float:
         """Return the product of the largest magnitudes of the two."""
-        if self._call is None or not first.is_contiguous() or not second.is_contiguous():
+        if self._call is None or not is_resolved(first) or not is_resolved(second):
             return float(magnitude_tensor(first)) * float(magnitude_tensor(second))
         self._addresses[:] = [first.data_ptr(), second.data_ptr()]
         self._counts[:] = [first.numel(), second.numel()]
@@ -112,7 +117,7 @@ class FactorReader:
 def find_magnitude(tensor: Tensor) -> float:
     """Return the largest magnitude of one tensor; see :func:`find_magnitudes`."""
     library = native().library
-    if library is None or tensor.dtype not in FLOATS or not tensor.is_cpu or not tensor.is_contiguous():
+    if library is None or tensor.dtype not in FLOATS or not tensor.is_cpu or not is_resolved(tensor):
         return float(magnitude_tensor(tensor))
     address, count, largest = c_void_p(tensor.data_ptr()), c_uint64(tensor.numel()), c_double()
     one, dtype, num_threads = c_uint64(1), DTYPES[tensor.dtype], torch.get_num_threads()

@@ -237,6 +237,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
         (POINTER(c_void_p), c_int32, POINTER(c_void_p), c_int32, c_uint64, c_uint32, c_uint32, c_double),
     ),
     "cp_optimizer_step": (None, (POINTER(OptimizerStep),)),
+    "cp_read_addresses": (c_uint64, None),  # called by :class:`AddressReader`, with Python's lock held
     "cp_copy_tensors": (None, None),  # without argument types the call is faster
     "cp_find_magnitudes": (c_double, None),  # as above
     "cp_linear": (c_int32, (POINTER(LinearArgs),)),

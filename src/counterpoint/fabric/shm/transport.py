@@ -43,6 +43,7 @@ from counterpoint.fabric.shm.collectives import PreparedCollective, RequestCache
 from counterpoint.fabric.shm.memory import RankContext, SharedTensors, int_array, map_tensor
 from counterpoint.fabric.shm.native import REASON_BYTES, SIGNATURE_BYTES, SLICE_NS, CollectiveKind, NativeStatus, native
 from counterpoint.fabric.shm.p2p import ShmP2P
+from counterpoint.tensor_bytes import is_resolved
 
 SPINS_PER_CORE, SPINS_OVERSUBSCRIBED = 16000, 200  # polls before sleeping: one core per rank; fewer cores than ranks
 
@@ -422,7 +423,7 @@ class ShmFabric(ProcessFabric):
             return COMPLETED
         if self.failure is not None:
             raise PeerError(self.failure)
-        whole = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        whole = tensor if is_resolved(tensor) else tensor.detach().resolve_neg().contiguous()
         address = whole.data_ptr()
         if address != prepared.address:
             prepared.set_tensor(address, *self._tensors.locate(address, prepared.num_bytes))

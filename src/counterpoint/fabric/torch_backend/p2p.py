@@ -24,6 +24,7 @@ from counterpoint.errors import CounterpointError, PeerError
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.fabric.fingerprint import dtype_name
 from counterpoint.fabric.torch_backend.work import timeout_seconds
+from counterpoint.tensor_bytes import as_bytes
 
 LABEL = "a message"
 JOIN_S = 2.0
@@ -89,7 +90,7 @@ class P2PMessages:
         head = json.dumps([tag, dtype_name(values.dtype), list(values.shape)]).encode()
 
         def task() -> int:
-            raw = values.contiguous().reshape(-1).view(torch.uint8)
+            raw = as_bytes(values)
             self._fabric.send(peer, LABEL, [torch.frombuffer(bytearray(head), dtype=torch.uint8), raw])
             return peer
 

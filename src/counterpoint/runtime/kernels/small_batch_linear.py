@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from counterpoint.fabric.shm.native import LinearArgs, native
+from counterpoint.tensor_bytes import is_resolved
 
 MAX_SAMPLES = 64
 """With more samples, repacking is faster."""
@@ -35,7 +36,7 @@ def small_batch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
         or (bias is not None and bias.shape != weight.shape[:1])
         or not 0 < num_samples <= MAX_SAMPLES
         or torch.get_num_threads() > 1
-        or not all(dtype_and_device(tensor) == (torch.float32, "cpu") and tensor.is_contiguous() for tensor in tensors)
+        or not all(dtype_and_device(tensor) == (torch.float32, "cpu") and is_resolved(tensor) for tensor in tensors)
     ):
         return F.linear(x, weight, bias)
     output = x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -25,6 +25,7 @@ from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, make_cou
 from counterpoint.runtime.params.flat_grads import GradRange
 from counterpoint.runtime.params.grad_check import CollectedGrads
 from counterpoint.runtime.params.sparse_grads import add_rows
+from counterpoint.tensor_bytes import is_resolved
 
 OptimizerOptions = Mapping[str, Any]
 # Attributes of many tensors are read without a Python call for each.
@@ -45,8 +46,8 @@ class GradSource(Protocol):
 
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are dense and contiguous."""
-    return {*map(LAYOUT_OF, tensors)} <= {torch.strided} and all(map(Tensor.is_contiguous, tensors))
+    """Return whether all tensors are dense and contiguous, and none is negated lazily."""
+    return {*map(LAYOUT_OF, tensors)} <= {torch.strided} and all(map(is_resolved, tensors))
 
 
 class FusedGroup(NamedTuple):
@@ -148,7 +149,7 @@ def fused_update(
             if ranges:
                 update_ranges(step, batch, states, ranges)
             elif is_collected and batch is tensors and collected is not None:
-                update_tensors(step, batch, states, collected.addresses, counts=collected.counts)
+                update_tensors(step, batch, states, collected.addresses, collected=collected)
             else:
                 update_tensors(step, batch, states, read_addresses(own_grads(batch)))
         increment_version(tensors)
@@ -235,7 +236,7 @@ def update_tensors(
     states: Sequence[Sequence[Tensor]],
     parts: Addresses,
     num_parts: Sequence[int] | None = None,
-    counts: Counts | None = None,
+    collected: CollectedGrads | None = None,
 ) -> None:
     """Step contiguous tensors in one call of the native library.
 
@@ -245,14 +246,15 @@ def update_tensors(
         states: for each kind of state, that of each tensor.
         parts: where the tensors are whose sums are the gradients, those of one gradient after those of another.
         num_parts: how many of them make up each tensor's gradient; None for one each.
-        counts: the numbers of elements of the tensors, if they are at hand.
+        collected: what is known of these tensors, and of no others.
     """
     library = native().library
     assert library is not None, "find_fused_groups has checked it"
     step.num_tensors, step.max_threads = len(weights), torch.get_num_threads()
-    step.counts = make_counts(map(Tensor.numel, weights)) if counts is None else counts
+    step.counts = make_counts(map(Tensor.numel, weights)) if collected is None else collected.counts
     step.num_parts = _ones(len(weights)) if num_parts is None else make_counts(num_parts)
-    step.parts, step.weights = parts, read_addresses(weights)
+    known = None if collected is None else collected.weights
+    step.parts, step.weights = parts, read_addresses(weights) if known is None else known
     step.state0, step.state1, step.state2 = [*map(read_addresses, states), None, None, None][:3]
     library.cp_optimizer_step(byref(step))
 

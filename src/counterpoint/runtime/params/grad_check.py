@@ -36,7 +36,7 @@ from counterpoint.fabric.shm.magnitudes import (
     find_magnitudes,
     magnitude_tensor,
 )
-from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, copy_at
+from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, copy_at, find_objects
 
 GRAD_OF, DTYPE_OF, IS_CPU = attrgetter("grad"), attrgetter("dtype"), attrgetter("is_cpu")
 
@@ -330,6 +330,7 @@ class ParamGroup:
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self.params = params
         self.reader = MagnitudeReader([*params.values()])
+        self._objects = find_objects(params.values())
         self._parts: dict[tuple[str, ...], ParamGroup] = {}  # without some parameters
         self._equal: Mapping[str, nn.Parameter] | None = None  # that was seen to have these parameters
 
@@ -340,6 +341,10 @@ class ParamGroup:
         if names not in self._parts:
             self._parts = {names: ParamGroup({name: p for name, p in self.params.items() if name not in names})}
         return self._parts[names]
+
+    def find_weights(self) -> Addresses | None:
+        """Return where the parameters are; None if one is not contiguous, or cannot be read by the library."""
+        return self.reader.collect([*self.params.values()], self._objects)
 
     def has_all(self, params: Mapping[str, nn.Parameter]) -> bool:
         """Return whether these parameters, in this order, are those of the group; found out once for a mapping.
@@ -367,6 +372,7 @@ class CollectedGrads:
         grads: of each, kept so that their memory is.
         addresses: of each.
         counts: their numbers of elements, as the native library reads them.
+        weights: where the parameters are, after :meth:`find_weights`.
     """
 
     group: ParamGroup
@@ -374,6 +380,12 @@ class CollectedGrads:
     grads: Sequence[Tensor]
     addresses: Addresses
     counts: Counts
+    weights: Addresses | None = None
+
+    def find_weights(self) -> bool:
+        """Find out where the parameters are; return whether all are contiguous, as their gradients are."""
+        self.weights = self.group.find_weights()
+        return self.weights is not None
 
     def are_of(self, params: Collection[Tensor]) -> bool:
         """Return whether these parameters, in this order, are those with the gradients."""

@@ -163,10 +163,12 @@ class UnitParams:
         Args:
             collected: gradients that are.
         """
-        if not self.is_strided or not all(map(Tensor.is_contiguous, self.own_params.values())):
+        if not self.is_strided:
             return False
-        others = self._own_params_without(collected).values()
-        return are_contiguous([grad for grad in map(GRAD_OF, others) if grad is not None])
+        if collected is not None and collected.group.has_all(self.own_params):  # usually
+            return collected.find_weights()
+        grads = map(GRAD_OF, self._own_params_without(collected).values())
+        return are_contiguous([*self.own_params.values(), *(grad for grad in grads if grad is not None)])
 
     def _own_params_without(self, collected: CollectedGrads | None) -> Mapping[str, nn.Parameter]:
         """Return the parameters with a gradient of their own that was not collected, if they have one."""

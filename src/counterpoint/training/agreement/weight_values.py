@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.tensor_bytes import as_bytes
 
 
 def find_differing_weights(fabric: Fabric, module: nn.Module) -> tuple[int, str] | None:
@@ -41,4 +41,4 @@ def checksum_of(tensor: Tensor, start: int = 0) -> int:
         >>> checksum_of(torch.zeros(2)) == checksum_of(torch.zeros(1, 2))
         True
     """
-    return crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, start)
+    return crc32(as_bytes(tensor.cpu()).numpy().data, start)

@@ -21,6 +21,7 @@ from counterpoint.program.instruction import Commit, Forward
 from counterpoint.program.program import Program
 from counterpoint.runtime.microbatches import KeptBatch, MicrobatchSource, SlicedBatch, current_autocasts
 from counterpoint.runtime.sample_layout import SamplePart
+from counterpoint.tensor_bytes import as_bytes
 from counterpoint.terminal_text import warn
 from counterpoint.world.topology import format_count
 
@@ -114,7 +115,7 @@ def batch_digest(*values: Any) -> str:  # noqa: ANN401 - any nests of tensors
             hasher.update(f"{leaf.dtype} {leaf.layout} {leaf.size(0)};".encode())
         elif isinstance(leaf, Tensor):
             hasher.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
-            hasher.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            hasher.update(as_bytes(leaf.cpu()).numpy().tobytes())
     return hasher.hexdigest()[:16]
 
 
