@@ -38,6 +38,7 @@ def checksum_of(tensor: Tensor, start: int = 0) -> int:
         start: the checksum of what comes before it.
 
     Example:
+        >>> import torch
         >>> checksum_of(torch.zeros(2)) == checksum_of(torch.zeros(1, 2))
         True
     """
