@@ -4,12 +4,13 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import counterpoint as cp
 from tests.training.trainers import dataset, mlp
@@ -18,6 +19,8 @@ NUM_RANKS = 2
 DATA = TensorDataset(*dataset(24).tensors)
 INPUTS, TARGETS = dataset(12).tensors
 SCALE = 1.0
+SETTINGS = SimpleNamespace(scale=1.0, rank=0)
+VARIABLE = "SCALE_OF_MODEL"
 
 
 def is_other():
@@ -76,6 +79,16 @@ class NegatedNet(Net):
         return -super().forward(x)
 
 
+class NetWithGlobals(nn.Linear):
+    """Reads a global, an attribute of a configuration, an environment variable, and an attribute of its class."""
+
+    offset = 0.0
+
+    def forward(self, x):
+        scale = SCALE * SETTINGS.scale * float(os.environ.get(VARIABLE, "1")) + SETTINGS.rank
+        return super().forward(x) * scale + self.offset
+
+
 NegatedNet.__name__ = NegatedNet.__qualname__ = CodedNet.__name__
 
 
@@ -114,6 +127,28 @@ def with_global_scale():
     global SCALE  # noqa: PLW0603 - as a script would
     SCALE = either(1.0, 2.0)
     step(loss=global_loss)
+
+
+def with_other_value(set_value, loss=F.cross_entropy):
+    """Step while what the code of the model, or of the loss, reads is another value on one rank."""
+    SETTINGS.rank = either(0, 1)  # which may differ
+    set_value(either(1.0, 2.0))
+    try:
+        step(NetWithGlobals(6, 3).double(), loss=loss)
+    finally:
+        set_value(1.0)
+
+
+def set_global(value):
+    globals()["SCALE"] = value
+
+
+def set_variable(value):
+    os.environ[VARIABLE] = str(value)
+
+
+def loss_with_variable(output, targets):
+    return F.cross_entropy(output, targets) * float(os.environ[VARIABLE])
 
 
 def under_setting(get, set_value, value):
@@ -181,6 +216,21 @@ DIFFERENCES: dict[str, tuple[Callable[[], object], str]] = {
     "tuple": (lambda: step(Net(sizes=either((1, 2), (2, 1)))), r"sizes=\(1, 2\).* on rank 0, .*sizes=\(2, 1\)"),
     "activation": (lambda: step(Net(activation=either(torch.tanh, torch.relu))), "activation=tanh.* on rank 0, .*=relu"),
     "code of forward": (lambda: step(either(CodedNet, NegatedNet)()), r"module is CodedNet\(.*code \w+ on rank 0, Coded"),
+    "global of forward": (
+        lambda: with_other_value(set_global), r"the global SCALE of \S+ is 1.0 on rank 0, 2.0 on rank 1; give the same value"
+    ),
+    "configuration": (
+        lambda: with_other_value(partial(setattr, SETTINGS, "scale")), r"global SETTINGS of \S+.scale is 1.0 on rank 0, 2.0 on"
+    ),
+    "attribute of a class": (
+        lambda: with_other_value(partial(setattr, NetWithGlobals, "offset")), "NetWithGlobals.offset is 1.0 on rank 0, 2.0 on"
+    ),
+    "environment variable": (
+        lambda: with_other_value(set_variable), "variable SCALE_OF_MODEL is '1.0' on rank 0, '2.0' on rank 1; give the same"
+    ),
+    "environment variable of the loss": (
+        lambda: with_other_value(set_variable, loss_with_variable), "variable SCALE_OF_MODEL is '1.0' on rank 0, '2.0' on"
+    ),
     "training mode": (lambda: step(mlp().train(not is_other())), "the model is in training mode on rank 0, in evaluation"),
     "mode of a module": (lambda: step(with_eval(either("3", "1"))), "in training mode but for 3 on rank 0, .* for 1 on"),
     "rate of dropout": (
@@ -268,7 +318,10 @@ DIFFERENCES: dict[str, tuple[Callable[[], object], str]] = {
     "length of the dataset": (
         lambda: fit(either(DATA, TensorDataset(*dataset(20).tensors))), "the dataset is 24 samples of .* on rank 0, 20 sam"
     ),
-    "content of the dataset": (lambda: fit(either(DATA, shifted(DATA))), "the dataset is 24 samples of .*first and last"),
+    "content of the dataset": (lambda: fit(either(DATA, shifted(DATA))), "the dataset is 24 samples of .*them with the digest"),
+    "order of a subset": (
+        lambda: fit(Subset(DATA, either(range(24), [*range(11), 12, 11, *range(13, 24)]))), "24 samples of .*, indices with"
+    ),
     "order of a loader": (lambda: fit(loader(either(1, 2)), batch_size=None), "the order of samples is .*digest"),
     "batches of a stream": (
         lambda: fit([(INPUTS + either(0, 1), TARGETS)], batch_size=None), "the first batch is 12 samples, digest"

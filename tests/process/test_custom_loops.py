@@ -57,7 +57,7 @@ def test_ranks_that_shard_the_dataset_themselves_do_not_train():
     first, second = run_ranks(ranks.shard_the_dataset)
     assert first == second
     assert re.match(
-        r"DataError: the ranks were given different data: the dataset is 23 samples of \S+, first and last \w+ on rank 0, "
+        r"DataError: the ranks were given different data: the dataset is 23 samples of .* on rank 0, "
         r"2\d samples of .* on rank 1; every rank passes the whole data and reads its own samples of them: remove the s",
         first,
     )

@@ -181,17 +181,59 @@ def fingerprint(dataset: MapDataset, collate_fn: CollateFn | None = None) -> Dat
     Raises:
         DataError: the dataset is empty, or its first or last sample cannot be used.
     """
+    num_samples = _require_samples(dataset)
+    with torch.random.fork_rng(devices=[]):
+        ends = np.array([0, num_samples - 1])
+        first, second = (_hash(fetch_batch(dataset, ends, list if collate_fn else None)) for _ in range(2))
+    return DatasetFingerprint(num_samples, _name_class(dataset), first if first == second else "random")
+
+
+def describe_samples(dataset: MapDataset, read: Callable[[Indices], object]) -> str:
+    """Return the length and the class of a dataset, and a digest of some of its samples, to compare ranks by.
+
+    The samples are the first, the last, and some between, at positions that depend on the length. Of a ``Subset`` all
+    indices count.
+
+    Args:
+        dataset: see `MapDataset`.
+        read: returns samples, with the same random numbers for the same indices.
+
+    Raises:
+        DataError: the dataset is empty, or one of the samples cannot be used.
+
+    Example:
+        >>> describe_samples([(1.0, 2), (3.0, 4)], lambda indices: [float(index) for index in indices])
+        '2 samples of builtins.list, 2 of them with the digest 015e422c0c2d789a'
+    """
+    num_samples = _require_samples(dataset)
+    drawn = np.random.default_rng(num_samples).integers(num_samples, size=NUM_COMPARED_SAMPLES - 2)
+    indices = np.unique([0, num_samples - 1, *drawn])
+    first, second = (_hash(read(indices)) for _ in range(2))
+    text = f"{num_samples} samples of {_name_class(dataset)}, {len(indices)} of them "
+    text += f"with the digest {first}" if first == second else "random"
+    chosen, inner = hashlib.sha256(), cast("object", dataset)
+    while type(inner) is Subset:
+        chosen.update(np.asarray(inner.indices).tobytes())
+        inner = inner.dataset
+    return text if inner is dataset else f"{text}, indices with the digest {chosen.hexdigest()[:16]}"
+
+
+NUM_COMPARED_SAMPLES = 8
+"""At most, of a dataset, which ranks read before the first step."""
+
+
+def _require_samples(dataset: MapDataset) -> int:
     num_samples = len(dataset)
     if num_samples < 1:
         raise DataError(
             f"the {type(dataset).__name__} has {num_samples} samples; a dataset needs at least one; "
             "check the path or the filter that it was created with"
         )
-    with torch.random.fork_rng(devices=[]):
-        ends = np.array([0, num_samples - 1])
-        first, second = (_hash(fetch_batch(dataset, ends, list if collate_fn else None)) for _ in range(2))
-    name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-    return DatasetFingerprint(num_samples, name, first if first == second else "random")
+    return num_samples
+
+
+def _name_class(dataset: object) -> str:
+    return f"{type(dataset).__module__}.{type(dataset).__qualname__}"
 
 
 def is_same_dataset(saved: Mapping[str, object], current: Mapping[str, object]) -> bool:

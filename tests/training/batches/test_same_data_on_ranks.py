@@ -1,19 +1,22 @@
 """Ranks that were called with other arguments or other data are named before the first step."""
 
+import os
+import random
 import re
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.runtime.sample_layout import SampleLayout
-from counterpoint.training.agreement.rank_facts import CallFacts, describe_arguments
+from counterpoint.training.agreement.rank_facts import CallFacts, describe_arguments, describe_values_read
 from counterpoint.training.batches.batch_source import open_batches
 from counterpoint.training.batches.dataset_batches import DataLoadingConfig
 
 X = torch.arange(24.0).view(12, 2)
+PAIRS = TensorDataset(X, X)
 LAYOUT = SampleLayout(torch.nn.Linear(2, 1), {}, ())
 
 
@@ -48,8 +51,9 @@ def loader(seed):
 
 
 DATA = {
-    "length": (TensorDataset(X, X), TensorDataset(X[:8], X[:8]), "the dataset is 12 samples of .*TensorDataset, first and last"),
+    "length": (TensorDataset(X, X), TensorDataset(X[:8], X[:8]), "the dataset is 12 samples of .*TensorDataset, . of them with"),
     "content": (TensorDataset(X, X), TensorDataset(X + 1, X), "the dataset is 12 samples of .* on ranks 0, 2, 12 samples"),
+    "order": (Subset(PAIRS, range(12)), Subset(PAIRS, [*range(5), 6, 5, *range(7, 12)]), "indices with the digest .* on ranks 0, 2, 12"),
     "shape": ([(x, 1) for x in X], [(x[:1], 1) for x in X], "the dataset is 12 samples of builtins.list, "),
     "sampler": (lambda: loader(1), lambda: loader(2), r"the order of samples is \[.*\]\.\.\., digest \w+ on ranks 0, 2, .* the same seed on all"),
     "batches": (lambda: [(X, X)], lambda: [(X + 1, X)], "the first batch is 12 samples, digest .* and draw nothing that dif"),
@@ -65,6 +69,31 @@ def test_other_data_on_one_rank_are_named(what):
     error = compare(mine, theirs, mine)
     assert error.startswith("DataError: the ranks were given different data: ")
     assert re.search(text, error)
+
+
+class Flipped(Dataset):
+    """Flips a sample, or does not."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index].flip(0) if random.random() < 0.5 else X[index], index
+
+
+def test_samples_that_are_drawn_are_the_same_on_all_ranks():
+    """Ranks read them from generators in other states: one found a sample equal in two reads, another did not."""
+    found = []
+    for state in range(20):
+        random.seed(state)
+        found.append(describe(Flipped()))
+    assert all(one == found[0] for one in found)
+
+
+def test_a_sample_between_the_first_and_the_last_is_compared():
+    changed = X.clone()
+    changed[1:-1] += 1
+    assert describe(TensorDataset(X, X)) != describe(TensorDataset(changed, X))
 
 
 def test_another_seed_is_another_order():
@@ -87,3 +116,19 @@ def test_another_argument_on_one_rank_is_named(name, own, other, text):
     )
     error = compare(mine, theirs, mine)
     assert re.match(f"PlanError: the ranks do not make the same call: the argument {name} is {text}", error)
+
+
+def test_values_that_code_reads_are_compared_unless_they_may_differ_and_secrets_are_not_shown(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("MY_TOKEN", "abc")
+    writer, _calls, scale = None, 2, 0.5
+
+    def loss(output, _):
+        is_logged = os.environ["LOCAL_RANK"] == "0" and os.environ["MY_TOKEN"] and writer and _calls
+        return output * (scale + bool(is_logged))
+
+    facts = describe_values_read(torch.nn.Linear(1, 1), loss)
+    assert [name for name, _ in facts] == [
+        "the environment variable MY_TOKEN", f"the variable scale of {loss.__qualname__}"
+    ]  # fmt: skip
+    assert "abc" not in facts[0][1]

@@ -32,6 +32,7 @@ from counterpoint.partitioning.partitioned_model import find_embedding_tables
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.loss.loss_scale import parse_loss_scale
 from counterpoint.terminal_text import escape_surrogates
+from counterpoint.training.agreement.values_of_code import class_values_of, methods_of, values_read_by_own
 from counterpoint.training.options import TrainingOptions
 
 NamedFacts: TypeAlias = Sequence[Sequence[str]]
@@ -56,6 +57,7 @@ REMEDIES = {
     "the call": "every rank runs the same script: make the same calls in the same order on all of them",
 }
 SAME_OPTION = "give the same value on all of them"
+SAME_VALUE = f"{SAME_OPTION}, or, if results do not depend on it, a name with rank or device, which is not compared"
 MAX_OPTION = 200
 """Longer texts of options are compared by a digest."""
 MAX_COMPARED = 10_000
@@ -66,6 +68,10 @@ BUILD_IDENTICALLY = "every rank must build the same one: look for a setting, a f
 SORT_HINT = "parameters are in the order of their creation: sort the results of a set, os.listdir or glob before a loop"
 PER_RANK_NAMES = re.compile("rank|device")
 """Attributes with these names may differ between ranks."""
+PER_RANK_VALUES = re.compile("rank|device|procid|localid|host|node", re.IGNORECASE)
+"""Globals and environment variables with these names may differ between ranks."""
+SECRET_NAMES = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
+"""Values with these names are compared, but not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,7 @@ def describe_ranks(
         describe_optimizer(optimizer, {id(param): name for name, param in model.named_parameters()}),
         describe_options(options),
         [["the loss", describe_function(loss)]],
+        describe_values_read(model, loss),
     ]
 
 
@@ -182,6 +189,30 @@ def plain_attributes(value: object) -> Iterator[tuple[str, object]]:
     for key, attribute in sorted(getattr(value, "__dict__", {}).items()):
         if not key.startswith("_") and key != "training" and not PER_RANK_NAMES.search(key):
             yield key, attribute
+
+
+def describe_values_read(model: nn.Module, loss: LossFunction) -> list[list[str]]:
+    """Return by name numbers, texts and collections that code of the model and of the loss reads, or its classes have.
+
+    Left out are private names and those of what may differ between ranks, and values that are None: a writer of logs is
+    often None on all ranks but one.
+
+    Example:
+        >>> def make(scale):
+        ...     return lambda output, targets: output * scale
+        >>> describe_values_read(nn.Linear(1, 1), make(3))
+        [['the variable scale of make.<locals>.<lambda>', '3']]
+    """
+    functions = methods_of(loss) if isinstance(loss, nn.Module) else [loss, *vars(type(loss)).values()]
+    values = [*class_values_of(model), *values_read_by_own([*methods_of(model), *functions])]
+    described = {}
+    for value in values:
+        if value.value is None or str(value.key).startswith("_") or PER_RANK_VALUES.search(str(value.key)):
+            continue
+        text = describe_value(value.value)
+        is_shown = len(text) < MAX_OPTION and not SECRET_NAMES.search(str(value.key))
+        described[value.name] = text if is_shown else f"digest {digest(text)}"
+    return [[name, text] for name, text in sorted(described.items())]
 
 
 def describe_optimizer(optimizer: optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
@@ -409,6 +440,8 @@ def find_remedy(name: str) -> str:
         return REMEDIES[name]
     if name.startswith(("torch", "the version of ", "the autocast ")):
         return SAME_ENVIRONMENT
+    if name.startswith(("the environment variable ", "the global ", "the variable ")):
+        return SAME_VALUE
     return SAME_OPTION if name.startswith(("the option ", "the argument ")) else ""
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch.utils.data import default_collate
 
 from counterpoint.data.batch_form import ANY_ARGUMENTS, SplitFn, split_targets
-from counterpoint.data.fetch import CollateFn, MapDataset, fingerprint
+from counterpoint.data.fetch import CollateFn, MapDataset, describe_samples, fingerprint
 from counterpoint.data.loader import MicrobatchLoader, iter_microbatch_indices
 from counterpoint.data.loader_order import LoaderOrder
 from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader, SampleReader
@@ -117,8 +117,9 @@ class DatasetBatches:
     def describe(self) -> list[list[str]]:
         """Return the dataset, and the samples of the first batches."""
         first = self.order.batches(self.first_epoch, 0, INDEX_LOOKAHEAD)
+        reader = SampleReader(self.dataset, self.order.seed, list if self.collate_fn else None)
         return [
-            ["the dataset", "{num_samples} samples of {type_name}, first and last {ends}".format(**self.fingerprint)],
+            ["the dataset", describe_samples(self.dataset, partial(reader.read, self.first_epoch))],
             ["the order of samples", f"{first[0][:4].tolist()}..., digest {digest([*map(list, first)]).hex()[:12]}"],
         ]
 
