@@ -12,6 +12,7 @@ from torch import optim
 
 import counterpoint as cp
 from counterpoint.errors import DataError
+from counterpoint.runtime.commit.device_commit import first_nonfinite
 from counterpoint.testing.device_survey import batches, build, make_step
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
@@ -25,6 +26,15 @@ PLANS = ("solo", "data(2)", "zero(2, level=1)", "zero(2, level=3)", "pipeline(2)
 def device(request):
     """A device that is not the host: the stand-in one, or a GPU where there is one."""
     return StandInAccelerator() if request.param == "stand_in" else request.param
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [({2: 1.0, 1: math.nan, 0: math.nan}, 1), ({0: 1.0, 1: math.inf, 2: math.nan}, 1), ({3: 1.0}, -1)],
+)
+def test_the_first_value_that_is_not_finite_is_the_first_given(values, key):
+    pairs = [(micro, torch.tensor(value).to(DEVICE.device)) for micro, value in values.items()]
+    assert float(first_nonfinite(pairs, StandInAccelerator()).cpu()) == key
 
 
 def samples(count):

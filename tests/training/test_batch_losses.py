@@ -158,9 +158,11 @@ def test_other_options_change_nothing(options):
 )
 def test_a_schedule_that_goes_backward_too_early_is_refused_with_those_that_do_not(plan, num_microbatches):
     with pytest.raises(
-        PlanError, match=r"runs microbatch 0 backward before it runs microbatch \d+ forward; use .* gpipe"
+        PlanError,
+        match=r"microbatch 0 backward before it runs microbatch \d+ forward; use .* gpipe, give num_microbatches=1",
     ):
         train_mlp(plan, num_microbatches)
+    assert max_difference(train_mlp(plan, 1), train_mlp("solo", 1, loss_reduction="mean")) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_a_schedule_that_goes_backward_too_early_is_refused_with_those_that_do_n
     ],
 )
 def test_a_plan_whose_updates_are_not_of_the_whole_batch_is_refused(plan, fact):
-    with pytest.raises(PlanError, match=f"{fact}.*; use solo, data, zero"):
+    with pytest.raises(PlanError, match=f"{fact}.*; use solo, data, zero.* gpipe, or return a loss"):
         train_mlp(plan, None)
 
 

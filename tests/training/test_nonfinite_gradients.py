@@ -122,6 +122,8 @@ def test_the_gradient_is_named_in_its_step_and_nothing_is_applied(strategy, valu
         ("data(2)", 7, "in microbatch 2 on rank 1"),
         ("zero(2, level=3)", 11, "in microbatch 3 on rank 1"),
         ("pipeline(2)", 4, r"of [01].weight in microbatch 1 on rank [01]"),
+        ("gpipe(2)", 4, r"of [01].weight in microbatch 1 on rank [01]"),
+        ("pipeline(2, schedule=zero_bubble)", 4, r"of [01].weight in microbatch 1 on rank [01]"),
         ("pipeline(2)*data(2)", 10, r"of [01].weight in microbatch 3 on rank \d"),
     ],
 )

@@ -10,10 +10,10 @@ from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import Backward, Collective, Commit, Forward, Group, TensorRef
 from counterpoint.program.program import Instructions, Program
 
-REMEDY = (
-    "use solo, data, zero, tensor, tree, server(consistency=bsp) or gpipe, give num_microbatches=1, or return a loss "
-    "that is a mean over samples"
-)
+USE_OTHERS = "use solo, data, zero, tensor, tree, server(consistency=bsp) or gpipe"
+OR_A_MEAN = "or return a loss that is a mean over samples"
+REMEDY = f"{USE_OTHERS}, {OR_A_MEAN}"
+REMEDY_FOR_SCHEDULES = f"{USE_OTHERS}, give num_microbatches=1, {OR_A_MEAN}"
 
 
 def gather_outputs(program: Program, model: ModelSpec, plan: Plan) -> Program:
@@ -76,7 +76,7 @@ def _insert_gather(body: Instructions, gather: Collective, rank: int, plan: Plan
         raise PlanError(
             f"a loss of the whole batch needs the outputs of all microbatches before the first backward, but under "
             f"{plan} rank {rank} runs microbatch {first.micro} backward before it runs microbatch {last.micro} "
-            f"forward; {REMEDY}"
+            f"forward; {REMEDY_FOR_SCHEDULES}"
         )
     while stop < len(body) and isinstance(one := body[stop], Collective) and one.tensor.name == "y":
         stop += 1

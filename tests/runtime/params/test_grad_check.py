@@ -54,9 +54,17 @@ def test_the_first_microbatch_and_its_first_parameter_are_reported_once():
     check.check(["a", "b"], [torch.ones(2), bad])
     check.micro = 1
     check.check(["c", "d"], [bad, bad])
-    assert check.take_report(range(2, 4))[:2] == (3, "b")
-    assert check.take_report(range(4))[:2] == (1, "c")
+    assert check.take_report(range(1, 3))[:2] == (1, "c")
+    assert check.take_report(range(4))[:2] == (3, "b")
     assert check.take_report(range(4)) == GradReport()
+
+
+def test_the_microbatch_that_is_reported_is_the_first_that_ran():
+    """GPipe runs the last one first, and the gradients of later ones are added to it."""
+    check, bad = make_check(), torch.tensor([math.nan])
+    for check.micro in (2, 1, 0):
+        check.check(["a"], [bad if check.micro < 2 else torch.ones(1)])
+    assert check.take_report(range(4))[:2] == (1, "a")
 
 
 def test_shares_of_the_largest_number_are_added_up_over_microbatches():

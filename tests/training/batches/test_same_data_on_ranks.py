@@ -3,6 +3,7 @@
 import os
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_other_data_on_one_rank_are_named(what):
     assert re.search(text, error)
 
 
-class Flipped(Dataset):
+class Flipped(Dataset[Any]):
     """Flips a sample, or does not."""
 
     def __len__(self):
@@ -121,7 +122,8 @@ def test_another_argument_on_one_rank_is_named(name, own, other, text):
 def test_values_that_code_reads_are_compared_unless_they_may_differ_and_secrets_are_not_shown(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("MY_TOKEN", "abc")
-    writer, _calls, scale = None, 2, 0.5
+    values: list[Any] = [None, 2, 0.5]
+    writer, _calls, scale = values
 
     def loss(output, _):
         is_logged = os.environ["LOCAL_RANK"] == "0" and os.environ["MY_TOKEN"] and writer and _calls

@@ -296,7 +296,7 @@ def _find_scale(  # noqa: PLR0913 - all that it depends on
 
 
 def first_nonfinite(values: Sequence[tuple[int, Tensor]], accelerator: Accelerator) -> Tensor:
-    """Return the first key whose value is not finite, -1 if all are; all as float64 on the device."""
+    """Return the key of the first value that is not finite, -1 if all are; all as float64 on the device."""
     if not values:
         return torch.full((), -1.0, dtype=torch.float64, device=accelerator.device)
     device, first_key = accelerator.device, values[0][0]
@@ -305,8 +305,10 @@ def first_nonfinite(values: Sequence[tuple[int, Tensor]], accelerator: Accelerat
     else:
         keys = torch.stack([torch.full((), float(key), dtype=torch.float64, device=device) for key, _ in values])
     finite = torch.stack([value.double() for _, value in values]).isfinite()
-    first = torch.where(finite, torch.full_like(keys, math.inf), keys).amin()
-    return torch.where(first.isfinite(), first, torch.full_like(first, -1.0))
+    places = torch.arange(len(values), device=device)
+    first = torch.where(finite, torch.full_like(places, len(values)), places).amin()
+    keys = torch.cat([keys, torch.full_like(keys[:1], -1.0)])
+    return keys.index_select(0, first[None])[0]  # indexing by a number on the device would wait for it
 
 
 def add_losses(

@@ -287,7 +287,7 @@ class GradCheck:
         for one, values in _split_by_check(found, copy):
             self._record_magnitudes(one.micro, one.names, values.numpy(), one.largest_number)
         share = sum(self._shares.pop(micro) for micro in sorted(self._shares) if micro in scope) * self.share_factor
-        nonfinite = sorted(micro for micro in self._nonfinite if micro in scope)
+        nonfinite = [micro for micro in self._nonfinite if micro in scope]  # the first found is not due to another one
         names = [self._nonfinite.pop(micro) for micro in nonfinite]
         return GradReport(nonfinite[0], names[0], share) if nonfinite else NO_REPORT._replace(share=share)
 
@@ -304,7 +304,7 @@ class GradCheck:
             by_micro.setdefault(one.micro, []).append(one.values.amax() / one.largest_number)
         shares = [
             (micro, torch.stack(by_micro[micro]) if len(by_micro[micro]) > 1 else by_micro[micro][0][None])
-            for micro in sorted(by_micro)
+            for micro in by_micro  # in the order of their backwards, since gradients of one are added to those before
         ]
         finite = [torch.where(values.isfinite(), values, torch.zeros_like(values)).amax() for _, values in shares]
         total = torch.stack(finite).sum() if finite else torch.zeros((), dtype=torch.float64, device=accelerator.device)
@@ -417,7 +417,7 @@ class DeviceGradReport(NamedTuple):
 
     Args:
         shares: for each microbatch how large its gradients are, as a share of the largest number; inf or nan if one is
-            not finite. By microbatch, in order.
+            not finite. In the order of their backwards.
         share: the sum of those that are finite.
         read_name: returns the first parameter whose gradient in a microbatch is not finite; waits for the device.
     """

@@ -196,12 +196,6 @@ def describe_values_read(model: nn.Module, loss: LossFunction) -> list[list[str]
 
     Left out are private names and those of what may differ between ranks, and values that are None: a writer of logs is
     often None on all ranks but one.
-
-    Example:
-        >>> def make(scale):
-        ...     return lambda output, targets: output * scale
-        >>> describe_values_read(nn.Linear(1, 1), make(3))
-        [['the variable scale of make.<locals>.<lambda>', '3']]
     """
     functions = methods_of(loss) if isinstance(loss, nn.Module) else [loss, *vars(type(loss)).values()]
     values = [*class_values_of(model), *values_read_by_own([*methods_of(model), *functions])]

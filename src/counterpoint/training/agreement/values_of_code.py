@@ -152,12 +152,6 @@ def values_read_by_own(functions: Iterable[object]) -> Iterator[WatchedValue]:
 
     Args:
         functions: functions, methods or partials; other objects are left out.
-
-    Example:
-        >>> def make(scale):
-        ...     return lambda x: x * scale
-        >>> [(value.key, value.value) for value in values_read_by_own([make(3)])]
-        [('scale', 3)]
     """
     own = [one for one in _functions_of(functions) if not one.__code__.co_filename.startswith(_LIBRARY_DIRS)]
     names = {name for function in own for name in function.__code__.co_names}
