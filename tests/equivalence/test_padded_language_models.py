@@ -38,6 +38,15 @@ def own_loss(output, labels):
     return output["loss"]
 
 
+def class_weights_loss(output, labels):
+    """The mean over tokens with a weight for each token of the vocabulary."""
+    weights = torch.linspace(0.2, 3.0, TOKENS, dtype=torch.float64)
+    return F.cross_entropy(output["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight=weights)
+
+
+LOSSES = [causal_loss, own_loss, class_weights_loss]
+
+
 @cache
 def plain(loss):
     model = build("gpt2", **NO_DROPOUT)
@@ -130,22 +139,24 @@ def require_plain(losses, model, loss):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
-def test_a_trainer_takes_the_dicts_of_a_loader(plan, num_microbatches):
+def test_a_trainer_takes_the_dicts_of_a_loader(plan, num_microbatches, loss):
     model = build_float64()
     with cp.Trainer(
-        model, loss=causal_loss, optimizer=SGD, strategy=plan, num_microbatches=num_microbatches, progress="off"
+        model, loss=loss, optimizer=SGD, strategy=plan, num_microbatches=num_microbatches, progress="off"
     ) as trainer:
-        require_plain(trainer.fit(loader()).losses, model, causal_loss)
+        require_plain(trainer.fit(loader()).losses, model, loss)
 
 
-@pytest.mark.long
+@pytest.mark.long(quick=["data(2)-None-class_weights_loss"])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("plan", "num_microbatches"), PLANS, ids=str)
-def test_a_step_takes_the_dicts_of_a_loader_with_the_loss_of_the_model(plan, num_microbatches):
+def test_a_step_takes_the_dicts_of_a_loader(plan, num_microbatches, loss):
     model = build_float64()
-    with cp.parallelize(model, SGD, own_loss, strategy=plan, num_microbatches=num_microbatches) as step:
+    with cp.parallelize(model, SGD, loss, strategy=plan, num_microbatches=num_microbatches) as step:
         losses = [step(batch) for batch in loader()]
-    require_plain(losses, model, own_loss)
+    require_plain(losses, model, loss)
 
 
 NO_DROPOUTS = {
