@@ -1,6 +1,7 @@
 """Batches of other lengths and sizes in every step: every plan trains as plain torch does, and traces a few times."""
 
 import copy
+import gc
 from functools import cache
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import counterpoint as cp
+from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.testing.parity import relative_difference
 from tests.equivalence.transformer_models import SGD, TOKENS, build
 
@@ -103,6 +105,18 @@ def check(kind, plan, num_microbatches, passes=None, num_steps=7):
         name: relative_difference(param.detach(), expected[name]) for name, param in model.named_parameters()
     }
     assert max(differences.values()) < 1e-12
+
+
+@pytest.mark.long
+def test_a_pipeline_traces_nothing_after_the_tenth_length():
+    model, partitions, counts = copy.deepcopy(initial(Attention)), [], []
+    with cp.parallelize(model, SGD, token_loss, strategy="pipeline(2)", num_microbatches=4) as step:
+        for batch in batches([(8, 2 + (7 * at) % 20) for at in range(20)]):
+            step(*batch)
+            partitions = partitions or [one for one in gc.get_objects() if type(one) is TracedPartition]
+            counts.append(sum(one.num_traces for one in partitions))
+    assert 0 < counts[0] < counts[-1]
+    assert counts[9:] == counts[9:10] * 11
 
 
 @pytest.mark.long(quick=["data(2)-None-None"])
