@@ -109,7 +109,8 @@ def check(kind, plan, num_microbatches, passes=None, num_steps=7):
 
 @pytest.mark.long
 def test_a_pipeline_traces_nothing_after_the_tenth_length():
-    model, partitions, counts = copy.deepcopy(initial(Attention)), [], []
+    model, counts = copy.deepcopy(initial(Attention)), []
+    partitions: list[TracedPartition] = []
     with cp.parallelize(model, SGD, token_loss, strategy="pipeline(2)", num_microbatches=4) as step:
         for batch in batches([(8, 2 + (7 * at) % 20) for at in range(20)]):
             step(*batch)
