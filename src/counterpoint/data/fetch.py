@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from numbers import Number
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -171,12 +172,15 @@ def supports_batch_fetch(dataset: object) -> bool:
     return hasattr(dataset, "fetch") or hasattr(dataset, "__getitems__")
 
 
-def fingerprint(dataset: MapDataset, collate_fn: CollateFn | None = None) -> DatasetFingerprint:
+def fingerprint(
+    dataset: MapDataset, collate_fn: CollateFn | None = None, read: Callable[[Indices], object] | None = None
+) -> DatasetFingerprint:
     """Return the fingerprint of a dataset; torch's random generator is restored.
 
     Args:
         dataset: see `MapDataset`.
         collate_fn: makes batches of its samples, which are not stacked here.
+        read: returns samples, with the same random numbers for the same indices; by default those that come next.
 
     Raises:
         DataError: the dataset is empty, or its first or last sample cannot be used.
@@ -184,7 +188,8 @@ def fingerprint(dataset: MapDataset, collate_fn: CollateFn | None = None) -> Dat
     num_samples = _require_samples(dataset)
     with torch.random.fork_rng(devices=[]):
         ends = np.array([0, num_samples - 1])
-        first, second = (_hash(fetch_batch(dataset, ends, list if collate_fn else None)) for _ in range(2))
+        read = read or partial(fetch_batch, dataset, collate_fn=list if collate_fn else None)
+        first, second = (_hash(read(ends)) for _ in range(2))
     return DatasetFingerprint(num_samples, _name_class(dataset), first if first == second else "random")
 
 
@@ -239,20 +244,18 @@ def _name_class(dataset: object) -> str:
 def is_same_dataset(saved: Mapping[str, object], current: Mapping[str, object]) -> bool:
     """Return whether two fingerprints, as JSON, are of the same samples, whatever module defines the class.
 
-    The name of the class counts only where samples have no hash: because they are random, or come from a stream.
+    The name of the class counts only where one of them has no hash: because samples are random, or come from a stream.
 
     Example:
         >>> saved = {"num_samples": 9, "type_name": "__main__.Images", "ends": "ab"}
         >>> is_same_dataset(saved, {**saved, "type_name": "cnn.Images"})
         True
     """
+    both = saved, current
+    has_hashes = all(one.get("ends", "random") != "random" for one in both)
     facts = [
-        (
-            one.get("num_samples"),
-            one.get("ends"),
-            "" if one.get("ends", "random") != "random" else str(one["type_name"]).rpartition(".")[2],
-        )
-        for one in (saved, current)
+        (one.get("num_samples"), one["ends"] if has_hashes else str(one["type_name"]).rpartition(".")[2])
+        for one in both
     ]
     return facts[0] == facts[1]
 

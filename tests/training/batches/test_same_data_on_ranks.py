@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from counterpoint.data.fetch import is_same_dataset
 from counterpoint.errors import DataError, PlanError
 from counterpoint.fabric.local import LocalWorld
 from counterpoint.runtime.sample_layout import SampleLayout
@@ -21,14 +22,16 @@ PAIRS = TensorDataset(X, X)
 LAYOUT = SampleLayout(torch.nn.Linear(2, 1), {}, ())
 
 
-def describe(data, *, batch_size=4, seed=0):
+def open_data(data, *, batch_size=4, seed=0):
     if callable(data):
         data = data() if isinstance(data(), DataLoader) else data
         batch_size = None
     loading = DataLoadingConfig()
-    return open_batches(
-        data, layout=LAYOUT, batch_size=batch_size, collate_fn=None, loading=loading, seed=seed
-    ).describe()
+    return open_batches(data, layout=LAYOUT, batch_size=batch_size, collate_fn=None, loading=loading, seed=seed)
+
+
+def describe(data, *, seed=0):
+    return open_data(data, seed=seed).describe()
 
 
 def compare(*facts):
@@ -87,8 +90,16 @@ def test_samples_that_are_drawn_are_the_same_on_all_ranks():
     found = []
     for state in range(20):
         random.seed(state)
-        found.append(describe(Flipped()))
+        found.append((describe(Flipped()), open_data(Flipped()).metadata()))
     assert all(one == found[0] for one in found)
+
+
+def test_samples_that_are_drawn_are_continued_from_a_checkpoint_without_their_hash():
+    saved = {"num_samples": 12, "type_name": "__main__.Flipped", "ends": "random"}
+    current = open_data(Flipped()).metadata()["dataset"]
+    assert current["ends"] != "random"
+    assert is_same_dataset(saved, current)
+    assert not is_same_dataset({**saved, "type_name": "__main__.Images"}, current)
 
 
 def test_a_sample_between_the_first_and_the_last_is_compared():

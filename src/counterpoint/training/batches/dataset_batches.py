@@ -112,14 +112,18 @@ class DatasetBatches:
     @cached_property
     def fingerprint(self) -> dict[str, int | str]:
         """What identifies the dataset."""
-        return fingerprint(self.dataset, self.collate_fn).to_dict()
+        return fingerprint(self.dataset, read=partial(self.sample_reader.read, 0)).to_dict()
+
+    @property
+    def sample_reader(self) -> SampleReader:
+        """What reads single samples, which are not collated, with their own random numbers."""
+        return SampleReader(self.dataset, self.order.seed, list if self.collate_fn else None)
 
     def describe(self) -> list[list[str]]:
         """Return the dataset, and the samples of the first batches."""
         first = self.order.batches(self.first_epoch, 0, INDEX_LOOKAHEAD)
-        reader = SampleReader(self.dataset, self.order.seed, list if self.collate_fn else None)
         return [
-            ["the dataset", describe_samples(self.dataset, partial(reader.read, self.first_epoch))],
+            ["the dataset", describe_samples(self.dataset, partial(self.sample_reader.read, self.first_epoch))],
             ["the order of samples", f"{first[0][:4].tolist()}..., digest {digest([*map(list, first)]).hex()[:12]}"],
         ]
 
