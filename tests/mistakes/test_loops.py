@@ -1,14 +1,18 @@
 """Loops in which ranks do different things at one time: all ranks are named, and all exit."""
 
 import re
+from functools import partial
 
 import pytest
+import torch.nn.functional as F
+from torch import optim
 
 import counterpoint as cp
 from counterpoint.launchers import launch
 from tests.mistakes import mistake_scripts
 from tests.mistakes.documented import documented_messages
 from tests.mistakes.rank_processes import run_on_ranks
+from tests.training.trainers import dataset, mlp
 
 pytestmark = [pytest.mark.process, pytest.mark.serial]  # two seconds, where nothing else runs
 
@@ -20,6 +24,14 @@ def check_disagreement(script):
     assert len(set(answers)) == 1
     assert max(seconds) < 2
     return answers[0]
+
+
+def test_a_call_of_backward_on_the_number_that_a_step_returns_is_documented():
+    inputs, targets = dataset(12).tensors
+    step = cp.parallelize(mlp(), partial(optim.SGD, lr=0.1), F.cross_entropy)
+    with step, pytest.raises(AttributeError) as caught:
+        step(inputs, targets).backward()  # type: ignore[attr-defined]
+    assert [f"AttributeError: {caught.value}"] == documented_messages("A call of loss.backward() by habit")
 
 
 def test_a_step_that_one_rank_leaves_out_names_two_ranks_and_what_they_did():

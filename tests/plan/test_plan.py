@@ -130,6 +130,7 @@ def test_a_bare_name_takes_the_ranks_it_is_given(text, num_ranks, read):
         ("fsdp(2)", {}, "there is no strategy 'fsdp'; here fsdp is zero3; the strategies are solo, data,"),
         ("GPipe(2)", {}, "there is no strategy 'GPipe'; did you mean gpipe?"),
         ("quantum(2)", {}, "there is no strategy 'quantum'; the strategies are solo, data,"),
+        ("quantum(2)", {}, "one of your own is given as an object in Python: strategy=MyStrategy(2)"),
         ("data(2, level=1)", {}, "data has no option 'level=1'; its options are update="),
         ("zero(2, depth=1)", {}, "zero has no option 'depth=1'; its options are level="),
         ("pipeline(2, gpipe)", {}, "pipeline has no option 'gpipe'; its options are schedule=, replicas=, balance="),

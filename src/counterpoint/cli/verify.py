@@ -15,7 +15,7 @@ from counterpoint.errors import CheckpointError, PlanError
 from counterpoint.file_reader import find_file_kind, read_regular_text
 from counterpoint.program.program import Program
 from counterpoint.program.text import parse_program
-from counterpoint.program.verify.verifier import NO_BOUNDS, updated_units, verify as verify_program
+from counterpoint.program.verify.verifier import NO_BOUNDS, verify as verify_program
 from counterpoint.viz.number_format import format_bytes
 from counterpoint.world.topology import format_count
 
@@ -51,11 +51,7 @@ def verify(
         return
     program = read_program(path)
     symbolic = verify_program(program, replace(NO_BOUNDS, staleness=staleness))
-    micros = len(program.micros)
-    blocks = f"{format_count(len(updated_units(program)), 'unit')}, {micros} microbatch{'es' if micros != 1 else ''}"
-    in_flight = max(symbolic.peak_in_flight)
-    ranks = format_count(program.num_ranks, "rank")
-    echo(f"{ranks}, {blocks}, at most {in_flight} in flight on a rank; rules 1 to 7 hold")
+    echo(symbolic.finding)
 
 
 def verify_checkpoints(folder: Path) -> None:

@@ -323,4 +323,7 @@ def find_strategy(name: str) -> StrategyEntry:
         hint = f"{name} is now called {RENAMED[name]}; "
     if name.lower() in OTHER_NAMES:
         hint = f"here {name} is {OTHER_NAMES[name.lower()]}; "
-    raise PlanError(f"there is no strategy {name!r}; {hint}the strategies are solo, {', '.join(STRATEGIES)}")
+    raise PlanError(
+        f"there is no strategy {name!r}; {hint}the strategies are solo, {', '.join(STRATEGIES)}; one of your own is "
+        "given as an object in Python: strategy=MyStrategy(2)"
+    )

@@ -5,10 +5,13 @@ from hypothesis import strategies as st
 
 from counterpoint.compiler.compile import bounds_from, compile as compile_plan, count_bytes
 from counterpoint.errors import ProgramError
+from counterpoint.model.spec import linear_chain
+from counterpoint.plan.plan import Plan
 from counterpoint.program.execution_order import check_rendezvous_sends
 from counterpoint.program.program import Program, RankProgram
-from counterpoint.program.text import parse_instruction
-from counterpoint.program.verify.verifier import add_row_gathers, verify
+from counterpoint.program.text import parse_instruction, parse_program
+from counterpoint.program.verify.symbolic import SymbolicResult
+from counterpoint.program.verify.verifier import Bounds, add_row_gathers, verify
 from tests.covering import given_few_or_many
 from tests.program.verify.damaged_programs import ALL_RANKS, DamagedProgram, verify_damaged, verify_text
 from tests.program.verify.random_plans import legal_cases
@@ -272,3 +275,26 @@ def test_rows_that_are_gathered_where_one_rank_waits_and_another_needs_its_messa
     check_rendezvous_sends(ranks, 1)
     with pytest.raises(ProgramError, match="deadlock: 2 of 2 ranks wait for each other"):
         check_rendezvous_sends([tuple(add_row_gathers(one, {(0,)})) for one in ranks], 1)
+
+
+TWO_REPLICAS = "F0.0 B0.0 all_reduce(grad0)@0,1 commit@0,1 U0\nF0.1 B0.1 all_reduce(grad0)@0,1 commit@0,1 U0"
+
+
+def test_the_result_is_printed_with_what_was_found_first():
+    result = verify(parse_program(TWO_REPLICAS))
+    first = "2 ranks, 1 unit, 2 microbatches, at most 1 in flight on a rank; rules 1 to 7 hold"
+    assert str(result).splitlines() == [first, "2 updates on 2 ranks", "in flight on each rank: 1, 1"]
+    assert repr(result) == f"<SymbolicResult: {first}>"
+
+
+def test_the_result_of_an_asynchronous_pipeline_says_how_late_gradients_are():
+    compiled = compile_plan(Plan.parse("pipedream(2)"), linear_chain(2))
+    result = verify(compiled.program, Bounds(staleness=1))
+    assert "8 updates on 2 ranks, by gradients at most 1 update late" in str(result).splitlines()
+
+
+def test_a_result_without_updates_or_checked_rules_says_so():
+    assert str(SymbolicResult()).splitlines() == [
+        "0 ranks, 0 units, 0 microbatches, at most 0 in flight on a rank",
+        "0 updates",
+    ]

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
@@ -51,6 +51,7 @@ from counterpoint.program.instruction import (
 from counterpoint.program.program import Instructions, Program
 from counterpoint.program.text import format_instruction, format_unit
 from counterpoint.program.units import Unit, sharded_units, units_by_block
+from counterpoint.world.topology import format_count
 
 GradContribution: TypeAlias = tuple[int, int, int]
 """Block, microbatch and tensor-parallel shard of one backward."""
@@ -313,9 +314,9 @@ class InFlightMicrobatches:
         return None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class SymbolicResult:
-    """Records of a symbolic execution.
+    """Records of a symbolic execution, printed as a summary of a few lines.
 
     Args:
         updates: all updates.
@@ -323,6 +324,13 @@ class SymbolicResult:
         peak_in_flight: per rank, the maximum number of microbatches in flight.
         compressed_contributions: what was added to each compressed all-reduce.
         dropped: contributions in delayed gradients that the end of an asynchronous pipeline frees without an update.
+        rules: the rules of :mod:`counterpoint.program.verify.verifier` that the program was found to obey.
+
+    Example:
+        >>> print(SymbolicResult(peak_in_flight=[2, 1], rules=(1, 2, 3, 4, 5, 6, 7)))
+        2 ranks, 0 units, 0 microbatches, at most 2 in flight on a rank; rules 1 to 7 hold
+        0 updates
+        in flight on each rank: 2, 1
     """
 
     updates: list[UpdateRecord] = field(default_factory=list)
@@ -330,6 +338,46 @@ class SymbolicResult:
     peak_in_flight: list[int] = field(default_factory=list)
     compressed_contributions: CompressedContributions = field(default_factory=dict)
     dropped: dict[Unit, set[GradContribution]] = field(default_factory=dict)
+    rules: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Return what was found, then how many updates there are and what ranks hold."""
+        lines = [self.finding, _format_updates(self.updates)]
+        if any(self.peak_in_flight):
+            lines.append(f"in flight on each rank: {', '.join(map(str, self.peak_in_flight))}")
+        diverged = sorted({unit for (_, unit), state in self.unit_states.items() if state.diverged_from})
+        if diverged:
+            lines.append(f"replicas end with different weights of {', '.join(map(format_unit, diverged))}")
+        num_dropped = sum(map(len, self.dropped.values()))
+        if num_dropped:
+            lines.append(f"freed without an update: {format_count(num_dropped, 'gradient')}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """Return the first line, for a session of Python."""
+        return f"<{type(self).__name__}: {self.finding}>"
+
+    @property
+    def finding(self) -> str:
+        """The size of the program and the rules that hold, in one line."""
+        units = {unit for _, unit in self.unit_states} | {update.unit for update in self.updates}
+        applied = [contribution for update in self.updates for contribution in update.contributions]
+        num_micros = len({micro for _, micro, _ in chain(applied, *self.dropped.values())})
+        text = (
+            f"{format_count(len(self.peak_in_flight), 'rank')}, {format_count(len(units), 'unit')}, "
+            f"{num_micros} microbatch{'es' if num_micros != 1 else ''}, "
+            f"at most {max(self.peak_in_flight, default=0)} in flight on a rank"
+        )
+        return f"{text}; rules {self.rules[0]} to {self.rules[-1]} hold" if self.rules else text
+
+
+def _format_updates(updates: Sequence[UpdateRecord]) -> str:
+    """Return how many updates there are, and how late their gradients."""
+    if not updates:
+        return "0 updates"
+    staleness = max(update.staleness for update in updates)
+    late = f", by gradients at most {format_count(staleness, 'update')} late" if staleness else ""
+    return f"{format_count(len(updates), 'update')} on {format_count(len({u.rank for u in updates}), 'rank')}{late}"
 
 
 def execute_symbolically(
