@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 import counterpoint as cp
 from counterpoint.errors import PlanError
 from counterpoint.partitioning.dry_run import ModuleAttributes
+from tests.mistakes.documented import documented_messages
 from tests.training.trainers import max_difference, params_of
 
 
@@ -92,6 +94,32 @@ class Cached(Counter):
         return self.second(torch.tanh(self.first(x)) * self.cache)
 
 
+class Centered(Counter):
+    """Subtracts a running mean over samples, which it keeps in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(8).double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        output = self.second(hidden - self.mean)
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return output
+
+
+class CenteredInPlace(Centered):
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        output = self.second(hidden - self.mean)
+        self.mean.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
+        return output
+
+
+def build_chain(kind):
+    return nn.Sequential(nn.Linear(4, 4), kind(), nn.Tanh(), nn.Linear(3, 3))
+
+
 def build(kind):
     torch.manual_seed(0)
     return kind().double()
@@ -141,6 +169,29 @@ def test_an_attribute_that_a_forward_computes_with_is_refused_where_ranks_run_it
         PlanError, match=rf"the forward of {kind.__name__} changes the attribute \w+, and computes with"
     ):
         train(kind, plan, num_microbatches)
+
+
+@pytest.mark.long(quick=["data(2)-Centered"])
+@pytest.mark.parametrize("kind", [Centered, CenteredInPlace])
+@pytest.mark.parametrize("plan", ["data(2)", "zero2(2)", "server(2, consistency=bsp)"])
+def test_a_mean_over_samples_in_an_attribute_is_refused_where_a_forward_sees_some_of_them(kind, plan):
+    """Each rank had the mean of its own samples, without a word."""
+    text = rf"^the forward of {kind.__name__} computes the attribute mean from all samples that it sees"
+    with pytest.raises(PlanError, match=text) as caught:
+        train(kind, plan)
+    (documented,) = documented_messages("An attribute that a forward changes")
+    assert str(caught.value)[-250:] == documented[-250:]
+    assert max_difference(train(kind, "solo"), plain(kind)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [Counter, Stateful])
+def test_children_that_ranks_of_one_process_share_may_not_keep_what_they_compute_with(kind):
+    """A counter of a child of ``nn.Sequential`` counted the forwards of all replicas."""
+    chain = partial(build_chain, kind)
+    for plan in ("zero3(2)", "pipeline(2) * data(2)"):
+        with pytest.raises(PlanError, match="runs its modules 2 times in a step, on ranks of one process that share"):
+            train(chain, plan, 1)
+    assert max_difference(train(chain, "pipeline(2)", 1), plain(chain)) < 1e-12
 
 
 @pytest.mark.long(quick=["pipeline(2)-4"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,71 @@ def iter_tensor_arguments(node: fx.Node) -> Iterator[tuple[Any, fx.Node]]:
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose values an operation changes in place."""
+    """Return the nodes whose values an operation changes in place, also in its body, such as that of a no_grad."""
     if op_name(node) in {"detach_", "lift_fresh"}:
         return []
+    if (body := body_of(node)) is not None:
+        storage = assign_storage(body)
+        changed = {storage[source] for inner in body.nodes for source in mutated_inputs(inner)}
+        return [source for own, source in _iter_operands(node, body) if storage[own] in changed]
     return [
         source
         for argument, source in iter_tensor_arguments(node)
         if argument.alias_info and argument.alias_info.is_write
     ]
+
+
+def assign_storage(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Map each node to the first node whose memory it may share (union-find over aliases)."""
+    parent: dict[fx.Node, fx.Node] = {}
+
+    def root(node: fx.Node) -> fx.Node:
+        while parent[node] is not node:
+            node = parent[node]
+        return node
+
+    for node in graph.nodes:
+        parent[node] = node
+        for source in _may_alias(node):
+            parent[root(node)] = root(source)
+    return {node: root(node) for node in parent}
+
+
+def _may_alias(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory the operation's result may share."""
+    if node.op != "call_function":
+        return []
+    if (body := body_of(node)) is not None:
+        storage = assign_storage(body)
+        returned = {storage[one] for one in body.output_node().all_input_nodes}
+        return [source for own, source in _iter_operands(node, body) if storage[own] in returned]
+    if not is_aten_op(node):
+        return list(node.all_input_nodes[:1])  # getitem of a tuple
+    return [source for argument, source in iter_tensor_arguments(node) if argument.alias_info is not None]
+
+
+def copy_changed_values(graph: fx.Graph, sources: Iterable[fx.Node]) -> list[fx.Node]:
+    """Let operations that change a value in place change a copy, which is made in each run of the graph.
+
+    Args:
+        graph: is changed.
+        sources: nodes that read values which are the same in every run.
+
+    Returns:
+        Those of the sources that are changed.
+    """
+    storage = assign_storage(graph)
+    changed = {storage[source] for node in graph.nodes for source in mutated_inputs(node)}
+    found = [node for node in sources if storage[node] in changed]
+    for node in found:
+        users = set(node.users)
+        first = next(user for user in graph.nodes if user in users)
+        with graph.inserting_before(first):
+            copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copied.meta = {**first.meta, "val": node.meta["val"]}
+        for user in users:
+            user.replace_input_with(node, copied)
+    return found
 
 
 def note_bodies(module: nn.Module, graph: fx.Graph) -> None:
@@ -75,6 +132,22 @@ def note_bodies(module: nn.Module, graph: fx.Graph) -> None:
         if isinstance(body, fx.GraphModule):
             node.meta["body"] = body.graph
             note_bodies(body, body.graph)
+
+
+def body_of(node: fx.Node) -> fx.Graph | None:
+    """Return the body of an operation that runs one, as of a no_grad or an autocast."""
+    bodies = [source.meta["body"] for source in node.all_input_nodes if "body" in source.meta]
+    return bodies[0] if bodies and node.op == "call_function" else None
+
+
+def _iter_operands(node: fx.Node, body: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the inputs of an operation's body, each with the node that it is outside of it."""
+    operands = [*node.args]
+    while operands and not (isinstance(first := operands.pop(0), fx.Node) and "body" in first.meta):
+        pass
+    for own, source in zip(body.find_nodes(op="placeholder"), operands, strict=False):
+        if isinstance(source, fx.Node):
+            yield own, source
 
 
 def operations_of(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -355,6 +355,39 @@ FACTORS = (16, -16, 0)
 """What samples are multiplied with, to be other samples."""
 
 
+def find_state_dependence(model: nn.Module, inputs: Inputs) -> float:
+    """Return by how much a second forward depends, through what the first has kept, on other samples of its batch.
+
+    In training mode, with random numbers replaced by constants, the model runs twice on a microbatch, and twice on each
+    half of it. What it keeps for each sample, or counts, has no effect; a mean over samples has.
+
+    Args:
+        model: the module; its state is preserved.
+        inputs: those of a microbatch.
+
+    Returns:
+        The largest difference, relative to the largest value; 0 if there is none, or if it does not run on halves.
+    """
+    batch_size, rounding = max(num_samples(inputs), 2), find_rounding(model)
+    largest = 0.0
+    with suppress(Exception):  # a model need not take zeros in the place of a sample
+        full, again = (_run_twice(model, _resize_batch(inputs, 0, batch_size, cuts_lists=True)) for _ in range(2))
+        if not all(map(torch.equal, full, again)):
+            return 0.0
+        for start, stop in ((0, batch_size // 2), (batch_size // 2, batch_size)):
+            part = _run_twice(model, _resize_batch(inputs, start, stop, cuts_lists=True))
+            largest = max(largest, largest_error(full, part, range(start, stop), batch_size, rounding))
+    return largest
+
+
+def _run_twice(model: nn.Module, inputs: Inputs) -> Sequence[Tensor]:
+    """Return the outputs of a second forward on the same samples."""
+    args, kwargs = split_call_args(tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs))
+    with training_without_draws(model), torch.enable_grad():  # for a forward that differentiates
+        model(*args, **kwargs)
+        return run_model(model, inputs)
+
+
 @contextmanager
 def training_without_draws(model: nn.Module) -> Iterator[DrawRecorder]:
     """Put the user's modules into training mode, where they draw constants; torch's modules into evaluation mode.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,7 +37,7 @@ from counterpoint.partitioning.dry_run import (
     split_call_args,
     training_mode,
 )
-from counterpoint.partitioning.fx_ops import note_bodies
+from counterpoint.partitioning.fx_ops import copy_changed_values, note_bodies
 from counterpoint.partitioning.hook_state import preserve_hook_stores
 from counterpoint.partitioning.input_shapes import lift_sizes
 from counterpoint.partitioning.module_casts import abort_forward
@@ -314,7 +314,7 @@ def export_graph(
     _require_no_own_generators(module, model)
     _require_no_transforms(module, model)
     _require_known_sizes(module, model)
-    traced = _parse_module(module, canonical_names(model))
+    traced = _parse_module(module, canonical_names(model), model)
     _require_no_outer_autocast(traced, model)
     _require_no_param_constants(traced, model)
     return traced
@@ -488,13 +488,18 @@ def _explain_error(model: nn.Module, error: Exception, open_calls: list[str]) ->
     )
 
 
-def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedGraph:
-    """Sort the attributes of the exported module into parameters, buffers and constants."""
+def _parse_module(module: fx.GraphModule, first_name: dict[str, str], model: nn.Module) -> TracedGraph:
+    """Sort the attributes of the exported module into parameters, buffers and constants.
+
+    A constant that is a buffer of the model, in another attribute of it or in a list, is read as that buffer. Constants
+    that the forward changes in place are copied in each run, because several ranks and microbatches run one trace.
+    """
     graph = module.graph
     params: dict[fx.Node, str] = {}
     buffers: dict[fx.Node, str] = {}
     constants: dict[str, Any] = {}
     param_names = dict(module.named_parameters(remove_duplicate=False))
+    model_buffers = list(model.named_buffers())
     for node in list(graph.nodes):
         if node.op == "call_module" or node.target is _DTYPE_CHECK:
             # the tracer's check of shapes, which segments check themselves, and that of a dtype that is cast, which an
@@ -508,8 +513,15 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
                 buffers[node] = first_name[target]
             else:
                 constants[target] = _get_attribute(module, target)
+    for target, value in list(constants.items()):
+        name = _find_buffer(value, model_buffers, type(model).__name__)
+        if name:
+            buffers |= dict.fromkeys(graph.find_nodes(op="get_attr", target=target), first_name[name])
+            del constants[target]
+    _read_buffers_once(buffers)
     _fold_param_casts(graph, params)
     note_bodies(module, graph)
+    _copy_changed_constants(graph, constants, model)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     sizes = lift_sizes(graph, inputs)
     output = graph.output_node()
@@ -525,6 +537,72 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str]) -> TracedG
         TensorTree(spec, tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves), indices),
         sizes,
     )
+
+
+def _find_buffer(constant: object, buffers: Sequence[tuple[str, Tensor]], model: str) -> str:
+    """Return the name of the buffer that a constant is; empty if it shares no memory with one.
+
+    Raises:
+        PlanError: it is another view of a buffer's memory.
+    """
+    if not _has_memory(constant):
+        return ""
+    sharing = [(name, one) for name, one in buffers if _has_memory(one) and _storage_of(one) == _storage_of(constant)]
+    for name, one in sharing:
+        if (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+            constant.data_ptr(), constant.shape, constant.stride(), constant.dtype
+        ):  # fmt: skip
+            return name
+    if sharing:
+        raise PlanError(
+            f"the forward of {model} reads memory of the buffer {sharing[0][0]} from a tensor that is a view of it, "
+            "kept where a trace does not know it as a buffer (an attribute, a list, a closure), so that it would be a "
+            f"constant; take the view in the forward, as self.buffer[:4], or {WHOLE_MODEL_RULE}"
+        )
+    return ""
+
+
+def _has_memory(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0 and not value.is_meta
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _read_buffers_once(buffers: dict[fx.Node, str]) -> None:
+    """Let all operations read a buffer by one node, so that a change in place is seen by those that come later."""
+    first: dict[str, fx.Node] = {}
+    for node, name in [(node, buffers[node]) for node in _in_order(buffers)]:
+        if name in first:
+            node.replace_all_uses_with(first[name])
+            node.graph.erase_node(node)
+            del buffers[node]
+        first.setdefault(name, node)
+
+
+def _in_order(nodes: Collection[fx.Node]) -> list[fx.Node]:
+    return [node for node in next(iter(nodes)).graph.nodes if node in nodes] if nodes else []
+
+
+def _copy_changed_constants(graph: fx.Graph, constants: Mapping[str, object], model: nn.Module) -> None:
+    """Copy constants that the forward changes in place.
+
+    Raises:
+        PlanError: another constant is in the memory of one.
+    """
+    read = {node: constants[str(node.target)] for node in graph.find_nodes(op="get_attr") if node.target in constants}
+    for node in copy_changed_values(graph, [node for node, value in read.items() if isinstance(value, Tensor)]):
+        changed = read.pop(node)
+        if any(
+            _has_memory(one) and _has_memory(changed) and _storage_of(one) == _storage_of(changed)
+            for one in read.values()
+        ):
+            raise PlanError(
+                f"the forward of {type(model).__name__} changes a tensor in place that it also reads from another "
+                "place, as a view of it or in another attribute, and a trace knows both only as constants; register it "
+                f"as a buffer (register_buffer) and take views of it in the forward, or {WHOLE_MODEL_RULE}"
+            )
 
 
 def _fold_param_casts(graph: fx.Graph, params: dict[fx.Node, str]) -> None:

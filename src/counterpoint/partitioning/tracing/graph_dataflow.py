@@ -10,10 +10,9 @@ from torch import Tensor, fx
 
 from counterpoint.model.dataflow import INPUT
 from counterpoint.partitioning.fx_ops import (
+    assign_storage,
     fake_value,
-    is_aten_op,
     is_random_op,
-    iter_tensor_arguments,
     mutated_inputs,
     op_name,
 )
@@ -39,7 +38,7 @@ class DataflowInfo:
 
 def analyze_dataflow(traced: TracedGraph) -> DataflowInfo:
     """Compute the dataflow facts of a trace."""
-    storage = _assign_storage(traced)
+    storage = assign_storage(traced.graph)
     mutations: dict[fx.Node, list[fx.Node]] = {}
     for node in traced.graph.nodes:
         for mutated in mutated_inputs(node):
@@ -71,31 +70,6 @@ def _is_constant(node: fx.Node, traced: TracedGraph, constants: set[fx.Node]) ->
     if node.op not in {"get_attr", "call_function"} or node in traced.params or is_random_op(node):
         return False
     return all(source in constants for source in node.all_input_nodes)
-
-
-def _assign_storage(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
-    """Map each node to the first node whose memory it may share (union-find over aliases)."""
-    parent: dict[fx.Node, fx.Node] = {}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parent[node] is not node:
-            node = parent[node]
-        return node
-
-    for node in traced.graph.nodes:
-        parent[node] = node
-        for source in _may_alias(node):
-            parent[root(node)] = root(source)
-    return {node: root(node) for node in parent}
-
-
-def _may_alias(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory the operation's result may share."""
-    if node.op != "call_function":
-        return []
-    if not is_aten_op(node):
-        return list(node.all_input_nodes[:1])  # getitem of a tuple
-    return [source for argument, source in iter_tensor_arguments(node) if argument.alias_info is not None]
 
 
 @dataclass(frozen=True, slots=True)

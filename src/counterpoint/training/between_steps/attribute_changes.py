@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import TrainingModes
+from counterpoint.partitioning.stores import is_store_changed, read_store
 from counterpoint.training.agreement.values_of_code import (
     FUNCTIONS,
     HOOKS,
@@ -39,7 +41,7 @@ class AttributeCheck:
 
     def __init__(self) -> None:
         self.watched: list[WatchedValue] = []
-        self.tensors: list[tuple[WatchedValue, int]] = []  # with their version counters; -1 if a trace has the tensor
+        self.tensors: list[WatchedTensor] = []
         self.modes: list[tuple[nn.Module, bool]] = []  # of the model and its submodules
         self.names: list[str] = []  # of the modules
         self.plain_forwards: list[
@@ -51,8 +53,9 @@ class AttributeCheck:
         arrays = [*_arrays_of(model)]
         self.watched = [value.copy() for value in _plain_values(model)]
         self.watched += [value.copy() for value in arrays if isinstance(value.value, np.ndarray)]
+        of_buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if _has_storage(buffer)}  # noqa: SLF001 - its identity
         self.tensors = [
-            (value, -1 if is_traced else value.value._version)  # noqa: SLF001 - there is no other way to see changes
+            WatchedTensor(value, is_compared=not (is_traced or _shares_memory(value.value, of_buffers)))
             for value in arrays
             if isinstance(value.value, Tensor)
         ]
@@ -105,16 +108,11 @@ class AttributeCheck:
             for watched in self.watched
             if watched.is_changed()
         ]
-        for watched, version in self.tensors:
-            current = watched.read()
-            if current is not watched.value:
-                changed.append((watched.name, "to another value"))
-            elif version >= 0 and watched.value._version != version:  # type: ignore[attr-defined] # noqa: SLF001 - as above
-                changed.append((watched.name, "in place"))
-        return changed
+        changes = [(tensor.watched.name, tensor.find_change()) for tensor in self.tensors]
+        return changed + [(name, change) for name, change in changes if change]
 
     def _leave_out_changed_by(self, run_forward: Callable[[], object]) -> None:
-        every = [*self.watched, *(watched for watched, _ in self.tensors)]
+        every = [*self.watched, *(tensor.watched for tensor in self.tensors)]
         before = [replace(watched, value=watched.read()).copy() for watched in every]
         with suppress(Exception):  # the step fails likewise, with its location
             run_forward()
@@ -123,7 +121,48 @@ class AttributeCheck:
             if id(watched) in changed and isinstance(watched.holder, dict):
                 watched.holder[watched.key] = value.value
         self.watched = [watched for watched in self.watched if id(watched) not in changed]
-        self.tensors = [(watched, version) for watched, version in self.tensors if id(watched) not in changed]
+        self.tensors = [tensor for tensor in self.tensors if id(tensor.watched) not in changed]
+
+
+class WatchedTensor:
+    """A tensor that is no buffer, and may be replaced, or changed in place.
+
+    Its values are compared where its version counter differs, because runs that inspect the model restore what its
+    forward has written.
+
+    Args:
+        watched: where the tensor is.
+        is_compared: whether ranks do not see a change in place: they see it in the memory of a buffer, which they get
+            before each step, or of a trace.
+    """
+
+    def __init__(self, watched: WatchedValue, *, is_compared: bool) -> None:
+        self.watched = watched
+        self.version = self._read_version()
+        self.values = read_store(watched.value) if is_compared else None
+
+    def _read_version(self) -> int:
+        return self.watched.value._version  # type: ignore[attr-defined,no-any-return] # noqa: SLF001 - there is no other way to see changes
+
+    def find_change(self) -> str:
+        """Return how the tensor was changed; empty if it was not."""
+        if self.watched.read() is not self.watched.value:
+            return "to another value"
+        version = self._read_version()
+        if self.values is None or version == self.version:
+            return ""
+        if is_store_changed(self.watched.value, self.values):
+            return "in place"
+        self.version = version
+        return ""
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _shares_memory(value: object, storages: Collection[int]) -> bool:
+    return isinstance(value, Tensor) and _has_storage(value) and value.untyped_storage()._cdata in storages  # noqa: SLF001 - its identity
 
 
 _REGISTRIES = frozenset(vars(nn.Module()))  # of parameters, buffers, modules and hooks

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import DataError, PlanError
-from counterpoint.partitioning.dry_run import Inputs, ModuleAttributes, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import BufferSlots, Inputs, ModuleAttributes, preserve_state, split_call_args
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE, find_generators, read_states
 from counterpoint.runtime.microbatches import BatchMemory, Memory, SlicedBatch, copy_tensors
 from counterpoint.runtime.rng.draw_sites import other_rng_state
+from counterpoint.runtime.sample_independence import find_state_dependence
 from counterpoint.training.model_checks.embedding_checks import FrequencyScalingDetector
 
 
@@ -31,6 +32,7 @@ class ForwardState:
         scales_by_frequency: whether it divides gradients of a table by how often the batch has an index.
         changed_inputs: the indices of the tensors among its inputs that it changes in place.
         changed_params: names of the parameters that it changes in place.
+        replaced_buffers: names of the buffers that it replaces by other tensors.
         reads_values: whether its Python code reads values of tensors, if that is known.
     """
 
@@ -40,6 +42,7 @@ class ForwardState:
     scales_by_frequency: bool = False
     changed_inputs: tuple[int, ...] = ()
     changed_params: tuple[str, ...] = ()
+    replaced_buffers: frozenset[str] = frozenset()
     reads_values: bool = False
 
     @staticmethod
@@ -50,17 +53,17 @@ class ForwardState:
             model: the module; its state is preserved.
             inputs: those of a microbatch.
         """
-        attributes = ModuleAttributes(model)
+        attributes, slots = ModuleAttributes(model), BufferSlots(model)
         versions = [param._version for param in model.parameters()]  # noqa: SLF001 - there is no other way to see changes
         try:
             detector = FrequencyScalingDetector()
             copies = copy_tensors(inputs)
             with detector:
-                first, uses_other_generators = _run(model, copies, attributes)
+                first, uses_other_generators = _run(model, copies, attributes, slots)
             tensors = [leaf for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)]
             changed_inputs = tuple(index for index, leaf in enumerate(tensors) if leaf._version)  # noqa: SLF001 - as torch counts changes
             changed = attributes.find_changed()
-            difference = _difference(first, _run(model, copy_tensors(inputs), attributes)[0]) if changed else 0.0
+            difference = _difference(first, _run(model, copy_tensors(inputs), attributes, slots)[0]) if changed else 0.0
         except Exception:  # noqa: BLE001 - training raises it again, with its location
             return ForwardState()
         finally:
@@ -72,7 +75,13 @@ class ForwardState:
             if param._version != version and param.untyped_storage()._cdata not in restored  # noqa: SLF001 - as above
         )
         return ForwardState(
-            tuple(changed), difference, uses_other_generators, detector.is_used, changed_inputs, changed_params
+            tuple(changed),
+            difference,
+            uses_other_generators,
+            detector.is_used,
+            changed_inputs,
+            changed_params,
+            frozenset(slots.replaced),
         )
 
     def require_no_changed_params(self, model: nn.Module, plan: str) -> None:
@@ -114,6 +123,30 @@ class ForwardState:
                 f"largest value; {plan} runs {way}, so the attribute would not be that of one forward on each batch; "
                 "give the value to forward as an input, keep it as a buffer (register_buffer), or train with one "
                 "microbatch for each replica of a whole model (data, zero of level 1 or 2)"
+            )
+
+    def require_independent(self, model: nn.Module, inputs: Inputs, plan: str, num_microbatches: int) -> None:
+        """Check that what the forward keeps does not mix the samples of a batch, of which it sees only some.
+
+        Args:
+            model: that was run.
+            inputs: those of a microbatch.
+            plan: as text, for the message.
+            num_microbatches: of a batch.
+
+        Raises:
+            PlanError: it does.
+        """
+        error = find_state_dependence(model, inputs) if self.difference and num_microbatches > 1 else 0.0
+        if error:
+            raise PlanError(
+                f"the forward of {type(model).__name__} computes the attribute {self.attributes[0]} from all samples "
+                "that it sees, as a mean over a batch, and the next forward reads it: the output for a sample changes "
+                f"by {error:.1e} of the largest value without the others; {plan} computes a batch as "
+                f"{num_microbatches} separate microbatches, so the attribute would not be that of the whole batch; "
+                "compute it from the outputs between the steps and give it to forward as an input, train with one "
+                "microbatch on one rank, or pass cross_sample='accept' if each microbatch is intended to be a batch of "
+                "its own"
             )
 
     def require_no_traced_draws(self, model: nn.Module) -> None:
@@ -197,13 +230,16 @@ class InputReuse:
         )
 
 
-def _run(model: nn.Module, inputs: Inputs, attributes: ModuleAttributes) -> tuple[list[Tensor], bool]:
+def _run(
+    model: nn.Module, inputs: Inputs, attributes: ModuleAttributes, slots: BufferSlots
+) -> tuple[list[Tensor], bool]:
     """Return the output tensors, and whether another generator than torch's was used; attributes stay changed."""
     args, kwargs = split_call_args(inputs)
     with preserve_rng(), preserve_state(model, attributes=attributes), torch.enable_grad():
         generators = find_generators(model)
         before = other_rng_state(), read_states(generators)
         output = model(*args, **kwargs)
+        slots.find_replaced()
         uses_other_generators = (other_rng_state(), read_states(generators)) != before
     return [leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)], uses_other_generators
 

@@ -250,6 +250,37 @@ def require_no_shared_memory(model: nn.Module, plan: Plan, replaced: Collection[
             )
 
 
+def require_no_other_name(model: nn.Module, replaced: Collection[str]) -> None:
+    """Check that no other tensor of the model has the memory of a buffer that its forward replaces.
+
+    Ranks copy the new values into the memory that the buffer had, where the other tensor keeps the old ones in a loop.
+
+    Args:
+        model: the user's model.
+        replaced: the full names of the buffers that a forward replaces by other tensors.
+
+    Raises:
+        PlanError: one has.
+    """
+    if not replaced:
+        return
+    memory = {
+        name: memory_extent(tensor)
+        for name, tensor in named_tensors(model)
+        if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
+    }
+    for name in sorted(memory.keys() & replaced):
+        start, stop = memory[name]
+        for other, (other_start, other_stop) in memory.items():
+            if other not in replaced and other_start < stop and start < other_stop:
+                raise PlanError(
+                    f"the forward of {type(model).__name__} replaces the buffer {name} by another tensor, and {other} "
+                    "has the memory of the one that it was, into which ranks copy the new values, so that "
+                    f"{other} would change with it; give {other} a copy (self.{name.rpartition('.')[2]}.clone()), or "
+                    "change the buffer in place (copy_(...)) if both are meant to change"
+                )
+
+
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers and the other tensors in attributes of modules, also in lists and dicts, with a name."""
     for path, module in model.named_modules():

@@ -13,6 +13,7 @@ from torch import nn
 from counterpoint.compiler.compile import CompiledPlan, compile  # noqa: A004 - read as cp.compile
 from counterpoint.errors import PlanError
 from counterpoint.fabric.fabric import Fabric
+from counterpoint.fabric.local import LocalFabric
 from counterpoint.model.compilation import parse_compilation
 from counterpoint.model.precision import parse_precision
 from counterpoint.partitioning.compiled_modules import require_compilable
@@ -27,6 +28,7 @@ from counterpoint.partitioning.partitioned_model import PartitionedModel, as_cal
 from counterpoint.partitioning.sequential import SequentialPartition, opened_modules
 from counterpoint.partitioning.tracing.traced import TracedPartition
 from counterpoint.partitioning.tracing.verify_tensor_parallel import verify_tensor_parallel
+from counterpoint.partitioning.whole_model import WholeModel
 from counterpoint.plan.plan import Plan
 from counterpoint.program.instruction import ApplyPushes, Forward
 from counterpoint.program.offloading import OFFLOAD_CHUNK_BYTES
@@ -61,7 +63,11 @@ from counterpoint.training.model_checks.update_checks import (
     require_one_state,
     require_skippable_params,
 )
-from counterpoint.training.model_checks.validation import check_batch_norm, require_no_shared_memory
+from counterpoint.training.model_checks.validation import (
+    check_batch_norm,
+    require_no_other_name,
+    require_no_shared_memory,
+)
 from counterpoint.training.model_partition import (
     build_model_spec,
     describe_trained,
@@ -148,7 +154,7 @@ class RunCompiler:
         compiled = compile(full_plan, spec, samples_per_micro=microbatch_size)
         if whole_reasons and fabric.rank == 0 and freed_weights(one for _, one in compiled.program.instructions()):
             warn_single_unit(self.model, str(plan), whole_reasons[0])
-        scaling_code = self.require_parts(plan, partition, compiled, inputs, state)
+        scaling_code = self.require_parts(plan, partition, compiled, inputs, state, fabric)
         require_version_memory(compiled, fabric.hosts, fabric.rank)
         keeps_grads = applies_one_gradient(plan, compiled)
         self.check_updates(plan, compiled, applies_one_gradient=keeps_grads)
@@ -214,6 +220,8 @@ class RunCompiler:
         is_divided = is_traced or plan.num_ranks > 1 or plan.global_num_microbatches > 1
         state = ForwardState.find(self.model, as_call_args(inputs)) if is_divided else ForwardState()
         require_no_shared_memory(self.trained, plan, state.attributes)
+        shown = partition.example.replaced_buffers if isinstance(partition, WholeModel) else frozenset()
+        require_no_other_name(self.model, state.replaced_buffers | shown)
         state.require_no_changed_params(self.model, str(plan))
         compilation = parse_compilation(self.options.compile)
         opened = opened_modules(self.model) if isinstance(partition, SequentialPartition) else ()
@@ -288,6 +296,7 @@ class RunCompiler:
         compiled: CompiledPlan,
         inputs: Any,  # noqa: ANN401 - as above
         state: ForwardState,
+        fabric: Fabric,
     ) -> str:
         """Check that buffers, attributes, gradients and lookups are those of a loop, if forwards see parts of a batch.
 
@@ -307,6 +316,10 @@ class RunCompiler:
             scaling_code = require_additive_gradients(self.model, as_call_args(inputs), str(plan), num_micros)
             if runs_per_rank > 1:
                 state.require_none(self.model, str(plan), f"it {runs_per_rank} times on one rank in a step")
+            elif num_micros > 1 and isinstance(partition, SequentialPartition) and isinstance(fabric, LocalFabric):
+                way = f"its modules {num_micros} times in a step, on ranks of one process that share them"
+                state.require_none(self.model, str(plan), way)
+            state.require_independent(self.model, as_call_args(inputs), str(plan), num_micros)
         if plan.num_ranks > 1 or num_microbatches > 1 or isinstance(partition, TracedPartition):
             require_no_max_norm(self.model, plan)
         return scaling_code

@@ -1,0 +1,186 @@
+"""Buffers that are also in plain attributes, and attributes that a forward fills again: exact, or refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import counterpoint as cp
+from counterpoint.errors import PlanError
+from tests.training.trainers import build_seeded, make_generator, max_difference, state_of
+
+
+class Net(nn.Module):
+    """Two layers with more in between, so that stages and blocks of weights have some each."""
+
+    scale: torch.Tensor
+    same: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.between = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.double()
+        self.register_buffer("scale", torch.ones(8, dtype=torch.float64))
+        self.same, self.entries, self.part = self.scale, [self.scale], self.scale[:4]
+        self.cache = torch.zeros(8, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.finish(torch.tanh(self.first(x)) * self.same)
+
+    def finish(self, hidden):
+        for layer in self.between:
+            hidden = torch.sin(layer(hidden))
+        return self.last(hidden)
+
+
+class WritesAlias(Net):
+    def forward(self, x):
+        self.same.mul_(0.9)
+        return self.finish(torch.tanh(self.first(x)) * self.scale)
+
+
+class ReadsAlias(Net):
+    def forward(self, x):
+        self.scale.mul_(0.9)
+        return self.finish(torch.tanh(self.first(x)) * self.same)
+
+
+class KnowsAlias(Net):
+    """Does not read the buffer by its own name."""
+
+    def forward(self, x):
+        self.same.mul_(0.9)
+        return self.finish(torch.tanh(self.first(x)) * self.same)
+
+
+class WritesEntry(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            self.entries[0].mul_(0.9)
+        return self.finish(torch.tanh(self.first(x)) * self.scale)
+
+
+class ReadsView(Net):
+    def forward(self, x):
+        self.scale.mul_(0.9)
+        return self.finish(torch.tanh(self.first(x)) * torch.cat([self.part, self.scale[4:]]))
+
+
+class Replaces(Net):
+    def forward(self, x):
+        self.scale = self.scale * 0.9
+        return self.finish(torch.tanh(self.first(x)) * self.scale + self.same)
+
+
+class Refills(Net):
+    """Reads in its last layer what it has written in the first one."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        self.cache[: len(hidden)].copy_(hidden.detach())
+        self.cache.mul_(0.5)
+        return self.finish(hidden) + self.last(self.cache[: len(hidden)])
+
+
+class RefillsWithoutGradients(Net):
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        with torch.no_grad():
+            self.cache.zero_()
+            self.cache[: len(hidden)].add_(hidden)
+        return self.finish(hidden * self.cache[: len(hidden)])
+
+
+def batches():
+    draw = make_generator()
+    for _ in range(4):
+        yield (torch.randn(8, 4, generator=draw, dtype=torch.float64), torch.randint(3, (8,), generator=draw))
+
+
+def loop(kind, change=None):
+    model = build_seeded(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        if change is not None:
+            change(model)
+    return state_of(model)
+
+
+def train(kind, plan, num_microbatches=None, change=None):
+    model = build_seeded(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan, num_microbatches=num_microbatches) as step:
+        for batch in batches():
+            step(*batch)
+            if change is not None:
+                change(model)
+    return state_of(model)
+
+
+WRITERS = [WritesAlias, ReadsAlias, KnowsAlias, WritesEntry]
+
+
+@pytest.mark.long(quick=["data(2)-WritesAlias", "zero3(2)-ReadsAlias", "zero3(2)-WritesEntry"])
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)", "server(2, consistency=bsp)"])
+def test_a_buffer_in_another_attribute_is_one_buffer(kind, plan):
+    """A trace took it for a constant of its own: the buffer, or what was read, stayed as it was, without a word."""
+    assert max_difference(train(kind, plan), loop(kind)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_buffer_in_another_attribute_is_one_buffer_in_a_pipeline(kind):
+    assert max_difference(train(kind, "pipeline(2)", 1), loop(kind)) < 1e-12
+
+
+def scale_buffer(model):
+    model.scale.mul_(0.8)
+
+
+def scale_alias(model):
+    model.same.mul_(0.8)
+
+
+@pytest.mark.long(quick=["scale_alias-data(2)", "scale_buffer-pipeline(2)"])
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)", "pipeline(2)"])
+@pytest.mark.parametrize("change", [scale_buffer, scale_alias])
+def test_an_alias_is_changed_between_steps_as_the_buffer_is(change, plan):
+    """Under ``data(2)`` it was refused after the first export, also unchanged: ranks write buffers."""
+    assert max_difference(train(Net, plan, None, change), loop(Net, change)) < 1e-12
+
+
+def test_a_view_of_a_buffer_is_exact_in_whole_models_and_refused_in_a_trace():
+    assert max_difference(train(ReadsView, "data(2)"), loop(ReadsView)) < 1e-12
+    with pytest.raises(
+        PlanError, match=r"reads memory of the buffer scale from a tensor that is a view of it, kept .*"
+    ):
+        train(ReadsView, "pipeline(2)", 1)
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
+def test_a_replaced_buffer_whose_memory_another_attribute_has_is_refused_and_the_remedy_helps(plan):
+    text = r"replaces the buffer scale by another tensor, and \w+ has .* a copy \(self\.scale\.clone\(\)\)"
+    with pytest.raises(PlanError, match=text):
+        train(Replaces, plan, 1)
+
+    class Copied(Replaces):
+        def __init__(self):
+            super().__init__()
+            self.same, self.entries, self.part = self.scale.clone(), [], self.scale.clone()
+
+    assert max_difference(train(Copied, plan, 1), loop(Copied)) < 1e-12
+
+
+PLANS = [("solo", 4), ("data(2)", 1), ("data(2)", 2), ("zero3(4)", 1), ("pipeline(2)", 4), ("pipeline(2) * data(2)", 2)]
+
+
+@pytest.mark.long(quick=["data(2)-1-Refills", "zero3(4)-1-Refills", "pipeline(2)-4-RefillsWithoutGradients"])
+@pytest.mark.parametrize("kind", [Refills, RefillsWithoutGradients])
+@pytest.mark.parametrize(("plan", "num_microbatches"), PLANS)
+def test_an_attribute_that_each_forward_fills_again_is_that_of_the_microbatch(kind, plan, num_microbatches):
+    """Ranks of one process wrote to one tensor, and ``data(2)`` took a restored tensor for a change of the user's."""
+    assert max_difference(train(kind, plan, num_microbatches), loop(kind)) < 1e-12
