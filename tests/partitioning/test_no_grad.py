@@ -66,11 +66,12 @@ def test_a_buffer_that_is_changed_without_gradients_is_changed_once(counts_first
 
 
 def test_stages_that_read_a_buffer_which_is_changed_without_gradients_are_refused():
-    """The second stage read the value that its own copy had."""
+    """The second stage read the value that its own copy had; read in one layer only, the buffer is exact."""
     model = Counts(counts_first=False)
     sgd = optim.SGD(model.parameters(), lr=0.1)
     step = cp.parallelize(model, sgd, F.mse_loss, strategy="pipeline(2)", num_microbatches=1)
-    with pytest.raises(cp.PlanError, match="the pipeline has 2 stages, but the model has only 1 blocks"):
+    text = r"has 2 stages, but the model has only 1 blocks; .* read such a buffer in one layer only\)"
+    with pytest.raises(cp.PlanError, match=text):
         step(torch.ones(8, 4).double(), torch.ones(8, 4).double())
 
 

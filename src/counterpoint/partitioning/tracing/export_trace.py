@@ -37,7 +37,7 @@ from counterpoint.partitioning.dry_run import (
     split_call_args,
     training_mode,
 )
-from counterpoint.partitioning.fx_ops import copy_changed_values, note_bodies
+from counterpoint.partitioning.fx_ops import assign_storage, copy_changed_values, mutated_inputs, note_bodies
 from counterpoint.partitioning.hook_state import preserve_hook_stores
 from counterpoint.partitioning.input_shapes import lift_sizes
 from counterpoint.partitioning.module_casts import abort_forward
@@ -514,13 +514,14 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str], model: nn.
             else:
                 constants[target] = _get_attribute(module, target)
     for target, value in list(constants.items()):
-        name = _find_buffer(value, model_buffers, type(model).__name__)
+        name = _find_buffer(value, model_buffers)
         if name:
             buffers |= dict.fromkeys(graph.find_nodes(op="get_attr", target=target), first_name[name])
             del constants[target]
     _read_buffers_once(buffers)
     _fold_param_casts(graph, params)
     note_bodies(module, graph)
+    _require_no_changed_views(graph, buffers, constants, model)
     _copy_changed_constants(graph, constants, model)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     sizes = lift_sizes(graph, inputs)
@@ -539,12 +540,8 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str], model: nn.
     )
 
 
-def _find_buffer(constant: object, buffers: Sequence[tuple[str, Tensor]], model: str) -> str:
-    """Return the name of the buffer that a constant is; empty if it shares no memory with one.
-
-    Raises:
-        PlanError: it is another view of a buffer's memory.
-    """
+def _find_buffer(constant: object, buffers: Sequence[tuple[str, Tensor]]) -> str:
+    """Return the name of the buffer that a constant is; empty if it is none."""
     if not _has_memory(constant):
         return ""
     sharing = [(name, one) for name, one in buffers if _has_memory(one) and _storage_of(one) == _storage_of(constant)]
@@ -553,13 +550,34 @@ def _find_buffer(constant: object, buffers: Sequence[tuple[str, Tensor]], model:
             constant.data_ptr(), constant.shape, constant.stride(), constant.dtype
         ):  # fmt: skip
             return name
-    if sharing:
-        raise PlanError(
-            f"the forward of {model} reads memory of the buffer {sharing[0][0]} from a tensor that is a view of it, "
-            "kept where a trace does not know it as a buffer (an attribute, a list, a closure), so that it would be a "
-            f"constant; take the view in the forward, as self.buffer[:4], or {WHOLE_MODEL_RULE}"
-        )
     return ""
+
+
+def _require_no_changed_views(
+    graph: fx.Graph, buffers: Mapping[fx.Node, str], constants: Mapping[str, object], model: nn.Module
+) -> None:
+    """Reject constants that are views of a buffer, if the forward changes either.
+
+    Raises:
+        PlanError: there is one.
+    """
+    storage = assign_storage(graph)
+    changed = {storage[source] for node in graph.nodes for source in mutated_inputs(node)}
+    changed_buffers = {name for node, name in buffers.items() if storage[node] in changed}
+    tensors = [(name, buffer) for name, buffer in model.named_buffers() if _has_memory(buffer)]
+    for node in graph.find_nodes(op="get_attr"):
+        view = constants.get(str(node.target))
+        if not _has_memory(view):
+            continue
+        for name, buffer in tensors:
+            is_changed = name in changed_buffers or storage[node] in changed
+            if is_changed and _storage_of(buffer) == _storage_of(view):
+                raise PlanError(
+                    f"the forward of {type(model).__name__} changes the buffer {name}, and reads it also from a tensor "
+                    "that is a view of it, kept where a trace does not know it as a buffer (an attribute, a list, a "
+                    "closure), so that it would be a constant; take the view in the forward, as self.buffer[:4], or "
+                    f"{WHOLE_MODEL_RULE}"
+                )
 
 
 def _has_memory(value: object) -> TypeGuard[Tensor]:

@@ -54,7 +54,8 @@ def balance_stages(
     if num_stages > num_blocks:
         raise PlanError(
             f"the pipeline has {num_stages} stages, but the model has only {num_blocks} blocks; every stage needs one: "
-            f"give at most {num_blocks} stages, or a model with more blocks"
+            f"give at most {num_blocks} stages, or a model with more blocks (layers from the first to the last that "
+            "read a buffer which the forward changes are one block: read such a buffer in one layer only)"
         )
     _, least = _min_traffic_partition(costs, replicas, [0] * num_blocks, inf)
     sent = boundary_bytes or [0] * num_blocks
