@@ -42,6 +42,7 @@ IMPORTS_BY_NAME = {
     "src/counterpoint/launchers/rank_main.py": "the script of this user's own command line",
     "src/counterpoint/launchers/script.py": "the script of this user's own command line",
     "src/counterpoint/partitioning/tracing/lazy_networkx.py": "networkx, when torch first needs it",
+    "src/counterpoint/runtime/compiler_import.py": "sympy and torch's symbolic sizes, when torch first needs them",
     "src/counterpoint/spark/module_codec.py": "classes of a model: torch's own from a table, others if the user trusts them",
     "src/counterpoint/testing/claims.py": "the scripts of benchmarks/ in this repository",
 }

@@ -25,7 +25,7 @@ from counterpoint.partitioning.dry_run import (
     split_call_args,
 )
 from counterpoint.partitioning.pytree import has_plain_entries
-from counterpoint.runtime.compiler_import import without_dynamo_import
+from counterpoint.runtime.compiler_import import without_dynamo_import, without_sympy_import
 from counterpoint.runtime.gradient_code import GradientCodeDetector, gradient_errors
 from counterpoint.runtime.kernels.function_mode import InterceptFunctions
 from counterpoint.runtime.output_errors import find_rounding, is_from_rounding, largest_error, run_model
@@ -246,7 +246,7 @@ class CallsForNumber(Enum):
         if all(map(_is_defined_by_torch, model.modules())):
             return CallsForNumber.SAME
         try:
-            with without_dynamo_import():  # which operations on the meta device would import
+            with without_dynamo_import(), without_sympy_import():  # which operations on the meta device would import
                 on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
                 repeated = repeat_samples(on_meta, num_samples(inputs), times, cuts_lists=cuts_lists)
                 is_same = _calls(model, on_meta) == _calls(model, repeated)

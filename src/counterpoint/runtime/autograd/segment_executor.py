@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from counterpoint.device.accelerator import Accelerator
@@ -856,7 +857,10 @@ class SegmentExecutor:
         try:
             # synchronized batch norm waits for other ranks; elsewhere another thread launches faster
             with self.accelerator.calling_thread() if self.batch_norm is not None else nullcontext():
-                if any(self.grad_sinks) or self.batch_norm is not None or self.model.uses_rng:
+                intercepts = any(self.grad_sinks) or self.batch_norm is not None or self.model.uses_rng
+                # torch.autograd.backward imports sympy, 34 MB, to compare the shapes of gradients that it is given
+                has_grads = any(grad is not None for grad in grads) and not has_torch_function(tuple(roots))
+                if intercepts or has_grads:
                     run_backward(roots, grads)
                 else:
                     torch.autograd.backward(roots, grads)
