@@ -1,7 +1,7 @@
 """Losses of the whole batch: each plan evaluates them once on all outputs, and trains as a plain loop does."""
 
 from functools import cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ from torch import nn
 
 import counterpoint as cp
 from counterpoint.errors import DataError, PlanError
+from counterpoint.fabric.shm.native import native
 from counterpoint.runtime.loss.batch_loss import merge_leaf
+from counterpoint.runtime.loss.loss_check import LossCheck
 from tests.training.trainers import build_seeded, max_difference, params_of
 
 SAMPLES = 12
@@ -273,3 +275,22 @@ def test_the_gathering_reads_as_written():
         "F0.2 F0.3 all_gather(out0)@0,1 B0.2 B0.3 all_reduce(grad0)@0,1 commit@0,1 U0",
     ]
     assert cp.parse_program(cp.format_program(program)) == program
+
+
+def peak_bytes(function):
+    """Return by how much the memory of tensors has grown at most during a call."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes, initial=0))
+
+
+@pytest.mark.skipif(native().library is None, reason="the native part is not built")
+def test_a_check_has_one_copy_of_the_output_at_a_time():
+    """It had two: a half of the values with a half of these, and later with their log probabilities."""
+    output, targets = torch.randn(256, 512, requires_grad=True), torch.arange(256)
+    value = F.cross_entropy(output, targets).item()
+    check = LossCheck(F.cross_entropy, is_sum=False)
+    grown = peak_bytes(lambda: check.check(F.cross_entropy, 0, output, targets, value, 256, "the batch"))
+    assert output.nbytes <= grown <= 1.2 * output.nbytes

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.fabric.shm.native import native
 from counterpoint.runtime.kernels import cross_entropy as module
@@ -142,3 +143,26 @@ def test_a_compiled_loss_is_compiled_as_torch_has_it():
     loss = torch.compile(lambda *given: F.cross_entropy(*given), backend="eager", fullgraph=True)
     with fused():
         assert torch.equal(loss(logits, targets), F.cross_entropy(logits.detach(), targets))
+
+
+class OpNames(TorchDispatchMode):
+    """Records which operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"ignore_index": 0}], ids=str)
+def test_without_gradients_no_matrix_of_log_probabilities_is_made(options):
+    logits, targets = random_inputs(33, 16)
+    exact = F.cross_entropy(logits.detach().double(), targets, **options)
+    with fused(), torch.no_grad(), OpNames() as ops:
+        loss = F.cross_entropy(logits, targets, **options)
+    assert torch.allclose(loss.double(), exact, rtol=1e-6, atol=1e-6)
+    assert not [name for name in ops.names if "softmax" in name]
+    assert not loss.requires_grad

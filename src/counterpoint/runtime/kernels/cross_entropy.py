@@ -52,7 +52,7 @@ def _parse_call(  # noqa: PLR0913 - torch's signature
         (torch.int64, "cpu"),
     ):
         return None
-    if input.numel() < MIN_LOGITS or not input.requires_grad or not input.is_contiguous():
+    if input.numel() < MIN_LOGITS or not input.is_contiguous() or (torch.is_grad_enabled() and not input.requires_grad):
         return None
     if unpack_dual(input).tangent is not None:  # type: ignore[no-untyped-call]
         return None
@@ -103,10 +103,9 @@ class FusedCrossEntropy(torch.autograd.Function):
 
 
 def _is_supported() -> bool:
-    """Return whether a call is differentiated by one thread, and neither traced nor transformed."""
+    """Return whether a call is computed by one thread, and neither traced nor transformed."""
     return (
         not torch.compiler.is_compiling()
-        and torch.is_grad_enabled()
         and torch.get_num_threads() == 1
         and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - it has no public name
     )

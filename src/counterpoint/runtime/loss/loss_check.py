@@ -247,9 +247,9 @@ class LossSamples(NamedTuple):
         output, targets = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, self[:2])
         return LossSamples(output, targets, self.num_samples, self.what)
 
-    def halve(self) -> LossSamples:
-        """Return samples with half of the values."""
-        output, targets = (tree_map(_halve, values) for values in self[:2])
+    def halve(self, times: int = 1) -> LossSamples:
+        """Return samples with half of the values, or half of a half."""
+        output, targets = (tree_map(partial(_halve, times=times), values) for values in self[:2])
         return LossSamples(output, targets, self.num_samples, self.what)
 
     def repeat(self, num_samples: int) -> LossSamples:
@@ -424,7 +424,7 @@ class LossCheck:
         if not name and not draws and not _differ(samples, first, second):
             with suppress(Exception):  # a loss need not take values that no model gives
                 with state.preserve_generators(samples.devices):
-                    self._compute(loss_function, samples.halve().halve())
+                    self._compute(loss_function, samples.halve(times=2))
                 with state.preserve_generators(samples.devices):  # one on a device may have drawn unseen
                     second = self._compute(loss_function, samples)
         if not name and _differ(samples, first, second):
@@ -957,8 +957,8 @@ def join(first: Tensor, second: Tensor) -> Tensor:
         return torch.cat([first, second])
 
 
-def _halve(leaf: object) -> object:
-    return leaf / 2 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _halve(leaf: object, *, times: int) -> object:
+    return leaf / 2**times if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _repeat(leaf: object, *, num_samples: int, total: int) -> object:
@@ -983,7 +983,8 @@ def _rounding_error(output: Tensor, dtype: torch.dtype) -> Tensor | float:
     if not output.is_floating_point() or not output.numel():
         return 0.0
     eps = max(torch.finfo(output.dtype).eps, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
-    return eps * output.detach().abs().max().nan_to_num().double()
+    largest: Tensor = torch.linalg.vector_norm(output.detach(), torch.inf)  # which makes no copy, as abs() would
+    return eps * largest.nan_to_num().double()
 
 
 def find_bad_figures(figures: LossFigures, num_samples: int, *, is_sum: bool) -> Tensor:
