@@ -76,9 +76,9 @@ def started_of_sums(fabric):
     return noting.started
 
 
-@pytest.mark.long(quick=["2-shm-True", "2-gloo-False", "3-local-False"])
+@pytest.mark.long(quick=["2-shm-True", "2-gloo-False", "3-local-True"])
 @pytest.mark.parametrize(
-    ("transport", "own"), [("local", False), ("shm", True), ("gloo", False), ("process_group", False)]
+    ("transport", "own"), [("local", True), ("shm", True), ("gloo", False), ("process_group", False)]
 )
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_sum_has_a_second_step_or_length_only_where_an_all_reduce_would_send_32_bits(num_ranks, transport, own):

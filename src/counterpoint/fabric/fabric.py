@@ -174,6 +174,10 @@ class Fabric(ABC):
     def all_reduces_in_16_bits(self, tensor: Tensor, group: Group) -> bool:
         """Return whether an all-reduce of a tensor of 16-bit floats sends 16 bits for each, instead of 32.
 
+        Such an all-reduce adds up in 32 bits, in the order of the group, and rounds the sum once, as
+        :meth:`reduce_scatter` does, so that a sum has the same bits on every transport. One that rounds after each
+        addition, as a ring of 16-bit messages does, has to return False.
+
         Args:
             tensor: one like those to be reduced.
             group: the members, all of which get the same answer.

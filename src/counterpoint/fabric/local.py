@@ -126,6 +126,11 @@ class LocalFabric(Fabric):
         """Join; the last member reduces, in group order."""
         return self._start(tensor_signature(f"all_reduce {op}", label, tensor, group), tensor)
 
+    def all_reduces_in_16_bits(self, tensor: Tensor, group: Group) -> bool:
+        """Return True: ranks read each other's values in this process, and widen them as they add them up."""
+        del tensor, group
+        return True
+
     def reduce_scatter(
         self, label: str, whole: Tensor, bounds: Sequence[int], group: Group, op: Reduction = "sum"
     ) -> Work:

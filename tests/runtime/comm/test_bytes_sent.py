@@ -52,6 +52,10 @@ class RingFabric:
     def irecv(self, peer, label, like):
         return lambda: self.fabric.recv(peer, label)
 
+    def all_reduces_in_16_bits(self, tensor, group):
+        """Return False: partial sums of 16-bit floats would be rounded at each hop."""
+        return False
+
     def all_reduce(self, label, tensor, group, op="sum"):
         execute(self, rank_schedule(ring(len(group)), group, self.rank), label, [tensor])
         tensor.div_(len(group) if op == "mean" else 1)
