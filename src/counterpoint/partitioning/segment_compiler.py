@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from counterpoint.errors import PlanError
 from counterpoint.model.compilation import Compilation
-from counterpoint.partitioning.saved_masks import inductor_options
+from counterpoint.partitioning.unused_outputs import EagerGradients
 
 SegmentFunction: TypeAlias = Callable[..., Any]
 _PACKAGE = Path(__file__).parent.parent
@@ -60,15 +60,9 @@ class SegmentCompiler:
     def _compile(self, function: SegmentFunction) -> SegmentFunction:
         how = self.compilation
         try:
-            options = inductor_options(how.mode) if how.backend == "inductor" else None
-            compiled = torch.compile(
-                with_own_code(function),
-                backend=how.backend,
-                mode=how.mode if options is None else None,
-                options=options,
-                fullgraph=True,
-                dynamic=False,
-            )
+            backend = EagerGradients(how.backend, how.mode)
+            backend.find_compiler()  # before the first step
+            compiled = torch.compile(with_own_code(function), backend=backend, fullgraph=True, dynamic=False)
         except Exception as error:
             raise PlanError(f"torch.compile does not take compile={how}: {first_line(error)}") from error
         return partial(self._call, compiled)

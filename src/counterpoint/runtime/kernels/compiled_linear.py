@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
+from counterpoint.partitioning.unused_outputs import UNREACHED
 from counterpoint.runtime.kernels.function_mode import TorchFunction
 from counterpoint.runtime.kernels.graph_operators import define_differentiable, define_operator, register_once
 from counterpoint.runtime.kernels.small_batch_linear import small_batch_linear
@@ -51,6 +52,8 @@ class CompiledSinks:
     def submit(self, rows: Tensor, inputs: Tensor, weight: Tensor) -> None:
         """Write a gradient to the weight's sink now: a graph reuses the memory of its factors.
 
+        A weight that affects no output that the loss uses gets none, instead of zeros.
+
         Args:
             rows: the gradient of the layer's output, ``(samples, outputs)``.
             inputs: the layer's input, ``(samples, inputs)``.
@@ -60,6 +63,8 @@ class CompiledSinks:
             DataError: it has no sink, or the gradient belongs to no step.
         """
         address = weight.data_ptr()
+        if address in UNREACHED.get():
+            return
         sink = next((sink for param, sink in self.sinks if param.data_ptr() == address), None)
         if sink is None or not sink.accepts_grads:
             what = "is no parameter of the model" if sink is None else "is differentiated outside of a step's backward"

@@ -1,0 +1,124 @@
+"""Compiled plans whose loss does not use all outputs: a weight without a gradient is left alone, as in a plain loop."""
+
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import counterpoint as cp
+from counterpoint.errors import DataError
+from counterpoint.partitioning.unused_outputs import find_affected
+from counterpoint.testing.device_survey import batches
+from tests.training.compile_backend import reset_counter
+from tests.training.trainers import state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+COMPILED = "segments(backend=aot_eager)"
+OPTIMIZERS = {
+    "sgd": partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": partial(optim.Adam, lr=0.01, weight_decay=0.1),
+}
+SMALL, LARGE = 6, 512  # weights whose gradients leave the graph, and one of 2 MiB, whose gradient is written inside
+
+
+class TwoHeads(nn.Module):
+    """Returns a prediction and what a second head makes of it."""
+
+    def __init__(self, width=SMALL):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.head = nn.Linear(8, width), nn.Linear(width, 4)
+        self.inner, self.second = nn.Linear(width, width), nn.Linear(width, 4)
+        self.double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        return self.head(hidden), self.second(torch.tanh(self.inner(hidden)))
+
+
+@pytest.fixture(name="counter", autouse=True)
+def drop_graphs():
+    yield reset_counter()
+    reset_counter()
+
+
+def first_loss(outputs, targets):
+    return F.cross_entropy(outputs[0], targets)
+
+
+def both_losses(outputs, targets):
+    return first_loss(outputs, targets) + F.cross_entropy(outputs[1], targets)
+
+
+def plain_loop(model, optimizer, losses):
+    params = optimizer(model.parameters())
+    for batch, loss in zip(islice(batches("mlp"), len(losses)), losses, strict=True):
+        params.zero_grad()
+        loss(model(batch[0].double()), batch[1]).backward()
+        params.step()
+    return state_of(model)
+
+
+def train(model, optimizer, plan, loss=first_loss, num_steps=3, **options):
+    options = {"compile": COMPILED, "unused_parameters": "skip", **options}
+    with cp.parallelize(model, optimizer(model.parameters()), loss, strategy=plan, **options) as step:
+        for inputs, targets in islice(batches("mlp"), num_steps):
+            step(inputs.double(), targets)
+    return state_of(model)
+
+
+@pytest.mark.long(quick=["6-solo-sgd", "6-pipeline(2)-adam", "512-zero(2, level=3)-sgd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero(2)", "zero(2, level=3)", "pipeline(2)"])
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_a_weight_that_affects_only_unused_outputs_stays_as_it_is(width, plan, optimizer):
+    expected = plain_loop(TwoHeads(width), OPTIMIZERS[optimizer], [first_loss] * 3)
+    actual = train(TwoHeads(width), OPTIMIZERS[optimizer], plan)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12)
+    assert torch.equal(actual["inner.weight"], TwoHeads(width).inner.weight)
+
+
+class Alternating:
+    """A loss that uses the second output in every other step of one rank."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, outputs, targets):
+        self.num_calls += 1
+        return (first_loss if self.num_calls % 2 else both_losses)(outputs, targets)
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_a_weight_is_left_alone_only_in_the_steps_that_do_not_use_it(width):
+    expected = plain_loop(TwoHeads(width), OPTIMIZERS["sgd"], [first_loss, both_losses, first_loss])
+    actual = train(TwoHeads(width), OPTIMIZERS["sgd"], "solo", Alternating())
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["solo", "pipeline(2)"])
+def test_such_a_weight_is_named_as_unused(plan):
+    with pytest.raises(DataError, match=r"no gradient reached inner\.weight, inner\.bias, second\.weight"):
+        train(TwoHeads(), OPTIMIZERS["sgd"], plan, unused_parameters="error")
+
+
+def graph_of(function, *inputs):
+    """Return what Dynamo makes of a function, and the inputs."""
+    found = []
+    torch.compile(function, backend=lambda graph, examples: found.append((graph, examples)) or graph)(*inputs)
+    return found[0]
+
+
+def test_outputs_that_autograd_does_not_see_affected_are_not():
+    x, weight, other = (torch.ones(2, 2, requires_grad=True) for _ in range(3))
+
+    def compute(x, weight, other):
+        return (x @ weight).relu(), (x.detach() @ other).sum(), (x > 0).long()
+
+    affected = find_affected(*graph_of(compute, x, weight, other))
+    assert sorted(affected.values(), key=sorted) == [{0}, {0}, {1}]
