@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from counterpoint.errors import PlanError
 from counterpoint.testing.device_survey import batches, make_step
 from counterpoint.testing.stand_in_accelerator import StandInAccelerator
 from counterpoint.testing.stand_in_device import DEVICE
@@ -38,6 +39,13 @@ def test_every_step_launches_the_same_operators_with_the_same_shapes_and_numbers
     first, second = record(name, plan, clip_norm=0.5, nonfinite="skip")
     assert len(first) > 50
     assert first == second
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)"])
+def test_tensors_that_graphs_cannot_have_as_inputs_are_refused_by_their_class(plan):
+    """The error named a line of this package, and asked to change it."""
+    with pytest.raises(PlanError, match=r"are tensors of StandInTensor, into which torch\.compile cannot look"):
+        record("mlp", plan, (0,), compile="segments(backend=aot_eager)")
 
 
 @pytest.mark.long

@@ -368,6 +368,20 @@ def test_an_lstm_that_torch_cannot_differentiate_in_a_graph_is_refused(dtype):
     assert run(nn.GRU, "aot_eager")
 
 
+@pytest.mark.long(quick=["GRU-data(2)"])
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero(2, level=3)"])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM], ids=lambda kind: kind.__name__)
+def test_recurrent_layers_are_compiled_where_the_model_runs_as_python(kind, plan):
+    """Torch refuses to trace them, unless it is asked to."""
+    data = [(x[:, None], y) for x, y in islice(batches("mlp"), 3)]
+
+    def run(compilation):
+        torch.manual_seed(0)
+        return run_steps(nn.Sequential(Recurrent(kind)).double(), plan, data, compile=compilation)
+
+    assert run("segments(backend=aot_eager)") == pytest.approx(run(None), rel=1e-12)
+
+
 class TokenModel(nn.Module):
     """A model that returns its own mean over the tokens that count, and also another number in between.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from traceback import FrameSummary
@@ -16,8 +16,9 @@ from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from counterpoint.errors import PlanError
 from counterpoint.model.compilation import Compilation
@@ -60,7 +61,7 @@ class SegmentCompiler:
     def _compile(self, function: SegmentFunction) -> SegmentFunction:
         how = self.compilation
         try:
-            backend = EagerGradients(how.backend, how.mode)
+            backend = EagerGradients(how.backend, how.mode, is_chained=how.parts == "blocks")
             backend.find_compiler()  # before the first step
             compiled = torch.compile(with_own_code(function), backend=backend, fullgraph=True, dynamic=False)
         except Exception as error:
@@ -88,6 +89,16 @@ class SegmentCompiler:
                 ) from error
             if not isinstance(error, exc.TorchDynamoException | GuardOnDataDependentSymNode):
                 raise
+            opaque = next(find_opaque_tensors(args), None)
+            if opaque is not None:
+                raise PlanError(
+                    f"compile={self.compilation} cannot compile {self.model_name}, whose inputs or weights are tensors "
+                    f"of {type(opaque).__name__}, into which torch.compile cannot look because the class has no "
+                    "__tensor_flatten__; drop compile="
+                ) from error
+            if RECURRENT in str(error) and not config.allow_rnn:
+                with config.patch(allow_rnn=True):
+                    return self._call(compiled, *args)
             if config.skip_fwd_side_effects_in_bwd_under_checkpoint or SIDE_EFFECT not in str(error):
                 raise PlanError(self.describe_break(error)) from error
             with config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
@@ -116,8 +127,21 @@ LSTM_FAILURES = ("mkldnn_rnn_layer", "expected all tensors_saved_with_vc_check t
 LOGGER_CALL = re.compile(r"context: method: <.*>\.(\w+), args")
 """How torch names the method of a logger that a graph would call."""
 
+RECURRENT = "Attempted to wrap RNN, GRU, or LSTM"
+"""Torch's text where a graph would have a recurrent layer, which it allows on request only, as tracing takes long."""
+
 SIDE_EFFECT = "HOP: Non-nullified side effect"
 """Torch's text where draws are counted inside of ``torch.utils.checkpoint``, which it allows on request only."""
+
+
+def find_opaque_tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, and in modules there, of classes that no graph can have as inputs."""
+    for value in tree_leaves(args):
+        tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
+        for tensor in tensors:
+            is_own = isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+            if is_own and not hasattr(tensor, "__tensor_flatten__"):
+                yield tensor
 
 
 def with_own_code(function: SegmentFunction) -> SegmentFunction:

@@ -26,8 +26,14 @@ from counterpoint.partitioning.saved_masks import inductor_options
 Graph: TypeAlias = Any  # a module of torch.fx, or what a backend makes of it
 Affected: TypeAlias = Mapping[int, frozenset[int]]
 """Of inputs of a graph, by index, the indices of the outputs that each affects."""
-UNREACHED: ContextVar[frozenset[int]] = ContextVar("UNREACHED", default=frozenset())
-"""Addresses of the inputs that get no gradient from the compiled backward that runs now."""
+UNREACHED: ContextVar[frozenset[int] | None] = ContextVar("UNREACHED", default=frozenset())
+"""Addresses of the inputs that get no gradient from the compiled backward that runs now; None for all inputs."""
+
+
+def is_unreached(weight: Tensor) -> bool:
+    """Return whether the compiled backward that runs now gives a weight no gradient, so that what it computes is 0."""
+    addresses = UNREACHED.get()
+    return addresses is None or weight.data_ptr() in addresses
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,12 @@ class EagerGradients:
     Args:
         name: of the backend that compiles.
         mode: of ``torch.compile``; None for the default one.
+        is_chained: whether outputs of graphs are inputs of others, so that a graph's outputs may all have no gradient.
     """
 
     name: str
     mode: str | None = None
+    is_chained: bool = False
 
     @property
     def __name__(self) -> str:
@@ -53,7 +61,9 @@ class EagerGradients:
         compiled = self.find_compiler()(graph, examples)
         outputs = frozenset[int]().union(*affected.values())
         if all(reached == outputs for reached in affected.values()):
-            return compiled
+            if not self.is_chained:
+                return compiled
+            affected = {}  # outputs have gradients together
 
         def call(*args: Any) -> Any:  # noqa: ANN401 - as the graph
             inputs = [GraphInput(args[index], reached) for index, reached in affected.items()]
@@ -169,7 +179,7 @@ def watch_backward(inputs: Sequence[GraphInput], results: Sequence[Any]) -> None
     """Let the backward of one call of a graph return no gradients of inputs that affect only outputs without one.
 
     Args:
-        inputs: of the call, those that affect outputs.
+        inputs: of the call, those that affect outputs; none if all affect the same ones.
         results: of it.
     """
     by_edge = {(found.edge.node, found.edge.output_nr): found for found in inputs if found.edge is not None}
@@ -186,13 +196,16 @@ def watch_backward(inputs: Sequence[GraphInput], results: Sequence[Any]) -> None
     (node,) = nodes
     by_number = {number: index for (_, number), index in outputs.items()}
     by_place = {place: by_edge[edge] for place, edge in enumerate(node.next_functions) if edge in by_edge}
-    unreached = set[int]()
+    unreached, num_places = set[int](), len(node.next_functions)
 
     def find_unreached(grads: Sequence[Tensor | None]) -> None:
         used = {by_number.get(number) for number, grad in enumerate(grads) if grad is not None}
-        if None not in used:  # as an input is that the graph writes to
+        if not used:
+            unreached.update(range(num_places))
+            UNREACHED.set(None)
+        elif None not in used:  # as an input is that the graph writes to
             unreached.update(place for place, found in by_place.items() if used.isdisjoint(found.affected))
-        UNREACHED.set(frozenset(by_place[place].address() for place in unreached))
+            UNREACHED.set(frozenset(by_place[place].address() for place in unreached))
 
     def drop_zeros(grads: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
         kept = tuple(None if place in unreached else grad for place, grad in enumerate(grads))

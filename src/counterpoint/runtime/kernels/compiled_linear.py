@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.errors import DataError
-from counterpoint.partitioning.unused_outputs import UNREACHED
+from counterpoint.partitioning.unused_outputs import is_unreached
 from counterpoint.runtime.kernels.function_mode import TorchFunction
 from counterpoint.runtime.kernels.graph_operators import define_differentiable, define_operator, register_once
 from counterpoint.runtime.kernels.small_batch_linear import small_batch_linear
@@ -62,9 +62,9 @@ class CompiledSinks:
         Raises:
             DataError: it has no sink, or the gradient belongs to no step.
         """
-        address = weight.data_ptr()
-        if address in UNREACHED.get():
+        if is_unreached(weight):
             return
+        address = weight.data_ptr()
         sink = next((sink for param, sink in self.sinks if param.data_ptr() == address), None)
         if sink is None or not sink.accepts_grads:
             what = "is no parameter of the model" if sink is None else "is differentiated outside of a step's backward"

@@ -311,12 +311,13 @@ class ReadParam(torch.autograd.Function):
     def forward(ctx: Any, param: Tensor, values: Tensor) -> Tensor:  # noqa: ANN401 - torch's context
         """Return the values, which the caller may free and gather again between forward and backward."""
         ctx.dtype = param.dtype
+        ctx.set_materialize_grads(False)
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401 - as above
-        """Return the gradient in the parameter's dtype."""
-        return grad.to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # noqa: ANN401 - as above
+        """Return the gradient in the parameter's dtype; none if a compiled graph has none for it."""
+        return None if grad is None else grad.to(ctx.dtype), None
 
 
 class Momentum(NamedTuple):
