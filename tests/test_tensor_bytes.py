@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from counterpoint.tensor_bytes import as_bytes, is_resolved
+from counterpoint.tensor_bytes import as_bytes, is_resolved, view_bytes
 
 COMPLEX = torch.complex(torch.zeros(1), torch.full((1,), -3.0))
 TENSORS = {
@@ -28,3 +28,13 @@ def test_bytes_are_those_of_the_elements(name):
     assert is_resolved(tensor) == is_as_it_is
     if is_as_it_is and tensor.numel():  # what is written to the bytes is written to the tensor
         assert found.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_bytes_to_write_to_are_those_of_the_tensor_or_refused(name):
+    tensor, is_as_it_is = TENSORS[name]
+    if is_as_it_is:
+        assert view_bytes(tensor).untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    else:
+        with pytest.raises(ValueError, match=r"cannot be written in place: call \.resolve_conj\(\)\.resolve_neg"):
+            view_bytes(tensor)

@@ -31,3 +31,20 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+
+
+def view_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor whose memory is resolved, as a view: what is written to it is written to the tensor.
+
+    Returns:
+        ``(num_bytes,)``, of uint8.
+
+    Raises:
+        ValueError: the memory is not resolved; bytes of a copy would be lost.
+    """
+    if not is_resolved(tensor):
+        raise ValueError(
+            f"the bytes of a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be written in "
+            f"place: call .resolve_conj().resolve_neg().contiguous() on it first"
+        )
+    return as_bytes(tensor)

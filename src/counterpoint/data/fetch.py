@@ -193,38 +193,51 @@ def fingerprint(
     return DatasetFingerprint(num_samples, _name_class(dataset), first if first == second else "random")
 
 
-def describe_samples(dataset: MapDataset, read: Callable[[Indices], object]) -> str:
-    """Return the length and the class of a dataset, and a digest of some of its samples, to compare ranks by.
-
-    The samples are the first, the last, and some between, at positions that depend on the length. Of a ``Subset`` all
-    indices count.
-
-    Args:
-        dataset: see `MapDataset`.
-        read: returns samples, with the same random numbers for the same indices.
+def describe_dataset(dataset: MapDataset) -> str:
+    """Return the length and the class of a dataset, and a digest of the indices of a ``Subset``, to compare ranks by.
 
     Raises:
-        DataError: the dataset is empty, or one of the samples cannot be used.
+        DataError: the dataset is empty.
 
     Example:
-        >>> describe_samples([(1.0, 2), (3.0, 4)], lambda indices: [float(index) for index in indices])
-        '2 samples of builtins.list, 2 of them with the digest 015e422c0c2d789a'
+        >>> describe_dataset([(1.0, 2), (3.0, 4)])
+        '2 samples of builtins.list'
     """
-    num_samples = _require_samples(dataset)
-    drawn = np.random.default_rng(num_samples).integers(num_samples, size=NUM_COMPARED_SAMPLES - 2)
-    indices = np.unique([0, num_samples - 1, *drawn])
-    first, second = (_hash(read(indices)) for _ in range(2))
-    text = f"{num_samples} samples of {_name_class(dataset)}, {len(indices)} of them "
-    text += f"with the digest {first}" if first == second else "random"
-    chosen, inner = hashlib.sha256(), cast("object", dataset)
+    text = f"{_require_samples(dataset)} samples of {_name_class(dataset)}"
+    positions, inner = hashlib.sha256(), cast("object", dataset)
     while type(inner) is Subset:
-        chosen.update(np.asarray(inner.indices).tobytes())
+        positions.update(np.asarray(inner.indices).tobytes())
         inner = inner.dataset
-    return text if inner is dataset else f"{text}, indices with the digest {chosen.hexdigest()[:16]}"
+    return text if inner is dataset else f"{text}, indices with the digest {positions.hexdigest()[:16]}"
+
+
+def describe_samples(read: Callable[[Indices], object], indices: Indices) -> str:
+    """Return a digest of some samples, to compare ranks by.
+
+    A sample that cannot be read is reported where it is needed; here it only counts as such.
+
+    Args:
+        read: returns samples, with the same random numbers for the same indices.
+        indices: of samples that are going to be read, of which some are taken.
+
+    Example:
+        >>> describe_samples(lambda indices: [float(index) for index in indices], np.arange(2))
+        'digest 015e422c0c2d789a of 2 of them'
+    """
+    chosen = np.unique(indices[np.linspace(0, len(indices) - 1, NUM_COMPARED_SAMPLES).astype(int)])
+    first, second = (_hash([_read_if_possible(read, index) for index in chosen]) for _ in range(2))
+    return f"digest {first} of {len(chosen)} of them" if first == second else "random"
 
 
 NUM_COMPARED_SAMPLES = 8
 """At most, of a dataset, which ranks read before the first step."""
+
+
+def _read_if_possible(read: Callable[[Indices], object], index: int) -> object:
+    try:
+        return read(np.array([index]))  # one by one: samples of different shapes cannot be stacked
+    except Exception as error:  # noqa: BLE001 - whatever a dataset raises
+        return type(error).__name__
 
 
 def _require_samples(dataset: MapDataset) -> int:

@@ -173,12 +173,14 @@ def without_sympy_import() -> Iterator[None]:
     Operations on the meta device compare sizes by functions that also know symbolic ones, as ``torch.autograd.grad``
     does if it is given gradients. The first comparison imports sympy: 34 MB in every rank.
     """
-    if SYMBOLS in sys.modules or SYMBOLIC_SHAPES in sys.modules:
-        yield
-        return
-    sys.modules[SYMBOLS] = _NoSymbols(SYMBOLS, {"Basic": _Symbol})
-    sys.modules[SYMBOLIC_SHAPES] = _NoSymbols(SYMBOLIC_SHAPES, {name: partial(_call, name) for name in OF_NUMBERS})
+    with LOCK:
+        is_imported = SYMBOLS in sys.modules or SYMBOLIC_SHAPES in sys.modules
+        if not is_imported:
+            of_numbers = {name: partial(_call, name) for name in OF_NUMBERS}
+            sys.modules.setdefault(SYMBOLS, _NoSymbols(SYMBOLS, {"Basic": _Symbol}))
+            sys.modules.setdefault(SYMBOLIC_SHAPES, _NoSymbols(SYMBOLIC_SHAPES, of_numbers))
     try:
         yield
     finally:
-        _remove_stand_ins(SYMBOLS, SYMBOLIC_SHAPES)
+        if not is_imported:
+            _remove_stand_ins(SYMBOLS, SYMBOLIC_SHAPES)

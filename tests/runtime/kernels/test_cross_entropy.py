@@ -1,11 +1,13 @@
 """Fused cross entropy gives torch's results."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.fabric.shm.native import native
@@ -166,3 +168,11 @@ def test_without_gradients_no_matrix_of_log_probabilities_is_made(options):
     assert torch.allclose(loss.double(), exact, rtol=1e-6, atol=1e-6)
     assert not [name for name in ops.names if "softmax" in name]
     assert not loss.requires_grad
+
+
+def test_a_tensor_without_memory_of_its_own_is_torchs():
+    """Its memory was read at address 0."""
+    logits, targets = torch.randn(256, 512), torch.zeros(256, dtype=torch.int64)
+    with fused(), torch.no_grad():
+        found: Any = F.cross_entropy(TwoTensor(logits, logits.clone()), targets)
+    assert found.a.item() == F.cross_entropy(logits, targets).item()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
 
 from counterpoint.data.fetch import is_same_dataset
 from counterpoint.errors import DataError, PlanError
@@ -55,10 +55,10 @@ def loader(seed):
 
 
 DATA = {
-    "length": (TensorDataset(X, X), TensorDataset(X[:8], X[:8]), "the dataset is 12 samples of .*TensorDataset, . of them with"),
-    "content": (TensorDataset(X, X), TensorDataset(X + 1, X), "the dataset is 12 samples of .* on ranks 0, 2, 12 samples"),
+    "length": (TensorDataset(X, X), TensorDataset(X[:8], X[:8]), "the dataset is 12 samples of .*TensorDataset on ranks"),
+    "content": (TensorDataset(X, X), TensorDataset(X + 1, X), r"the content of samples is digest \w+ of 8 of them on ranks 0, 2, digest"),
     "order": (Subset(PAIRS, range(12)), Subset(PAIRS, [*range(5), 6, 5, *range(7, 12)]), "indices with the digest .* on ranks 0, 2, 12"),
-    "shape": ([(x, 1) for x in X], [(x[:1], 1) for x in X], "the dataset is 12 samples of builtins.list, "),
+    "shape": ([(x, 1) for x in X], [(x[:1], 1) for x in X], "the content of samples is digest "),
     "sampler": (lambda: loader(1), lambda: loader(2), r"the order of samples is \[.*\]\.\.\., digest \w+ on ranks 0, 2, .* the same seed on all"),
     "batches": (lambda: [(X, X)], lambda: [(X + 1, X)], "the first batch is 12 samples, digest .* and draw nothing that dif"),
     "kind": (TensorDataset(X, X), lambda: [(X, X)], "at index 0 ranks 0, 2 have the dataset, rank 1 has the data; "),
@@ -106,6 +106,27 @@ def test_a_sample_between_the_first_and_the_last_is_compared():
     changed = X.clone()
     changed[1:-1] += 1
     assert describe(TensorDataset(X, X)) != describe(TensorDataset(changed, X))
+
+
+class Broken(Dataset[Any]):
+    """Has samples of different lengths, and one that cannot be read."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise OSError(f"file {index} is broken")
+        return torch.ones(index + 1), torch.tensor(index)
+
+
+def test_samples_that_no_batch_has_are_not_read_and_others_need_not_be_stacked():
+    """A sample between those of the sampler, or the shape of one, ended the run before its first step."""
+    chosen = DataLoader(
+        Broken(), batch_size=1, sampler=SubsetRandomSampler([index for index in range(12) if index != 7])
+    )
+    assert describe(lambda: chosen)[2][1].endswith("of 8 of them")
+    assert describe(lambda: DataLoader(Broken(), batch_size=1))[2][1].endswith("of 8 of them")
 
 
 def test_another_seed_is_another_order():

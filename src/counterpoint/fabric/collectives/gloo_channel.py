@@ -11,7 +11,7 @@ from torch import Tensor
 
 from counterpoint.errors import ProgramError
 from counterpoint.fabric.c10d import GlooProcessGroup, GlooWork
-from counterpoint.tensor_bytes import as_bytes
+from counterpoint.tensor_bytes import view_bytes
 
 DATA_TAG = 2  # gloo's tag
 MAX_PENDING = 64
@@ -43,7 +43,7 @@ class GlooChannel:
         """Start to send copies of the tensors; raise RuntimeError if the connection is lost."""
         for tensor in tensors:
             copy = tensor.detach().clone()
-            self._pending.append((copy, self._gloo.send([as_bytes(copy)], self._indices[peer], DATA_TAG)))
+            self._pending.append((copy, self._gloo.send([view_bytes(copy)], self._indices[peer], DATA_TAG)))
         while len(self._pending) > MAX_PENDING:
             self._pending.popleft()[1].wait(self._limit)
 
@@ -54,7 +54,7 @@ class GlooChannel:
     def irecv(self, peer: int, label: str, like: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Start to receive a peer's next tensor; the wait raises RuntimeError if it is late or too long."""
         tensor = torch.empty_like(like)
-        work = self._gloo.recv([as_bytes(tensor)], self._indices[peer], DATA_TAG)
+        work = self._gloo.recv([view_bytes(tensor)], self._indices[peer], DATA_TAG)
 
         def wait() -> tuple[Tensor, ...]:
             work.wait(self._limit)

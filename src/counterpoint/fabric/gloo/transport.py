@@ -47,7 +47,7 @@ from counterpoint.fabric.gloo.p2p import GlooP2P
 from counterpoint.fabric.peer_liveness import describe_exit, local_ranks, open_peer_processes
 from counterpoint.fabric.process_fabric import ProcessFabric
 from counterpoint.fabric.reductions import reduce_in_order_into
-from counterpoint.tensor_bytes import as_bytes
+from counterpoint.tensor_bytes import as_bytes, view_bytes
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 0.004  # between two polls; longer after polls that found nothing to do
 MAX_IDLE_POLLS = 50  # then it sleeps until `wake`, which is free until then
@@ -175,9 +175,9 @@ class GlooFabric(ProcessFabric):
             received = scratch.empty((len(group) - 1) * len(own_range), own_range.dtype).view(len(group) - 1, -1)
             parts = [*received[:index], own_range, *received[index:]]
             sizes = [(stop - start) * whole.element_size() for start, stop in pairwise(bounds)]
-            inputs = torch.split(as_bytes(whole[bounds[0] : bounds[-1]]), sizes)
+            inputs = torch.split(view_bytes(whole[bounds[0] : bounds[-1]]), sizes)
             works, finish = gloo_all_to_all(
-                gloo, [as_bytes(part) for part in parts], inputs, max(sizes), ScratchLease(self.scratch_pool)
+                gloo, [view_bytes(part) for part in parts], inputs, max(sizes), ScratchLease(self.scratch_pool)
             )
 
             def add() -> None:
@@ -203,7 +203,7 @@ class GlooFabric(ProcessFabric):
 
         def start_data(gloo: GlooProcessGroup) -> StartedOps:
             incoming, outgoing = [count * size for count in receive_counts], [count * size for count in counts[member]]
-            outputs, inputs = torch.split(as_bytes(received), incoming), torch.split(as_bytes(whole), outgoing)
+            outputs, inputs = torch.split(view_bytes(received), incoming), torch.split(view_bytes(whole), outgoing)
             return gloo_all_to_all(gloo, outputs, inputs, max(map(max, counts)) * size, ScratchLease(self.scratch_pool))
 
         return received, self.start(operation, start_data)
@@ -217,12 +217,12 @@ class GlooFabric(ProcessFabric):
             start, stop = ranges[group.index(self.rank)]
 
             def copy_values(values: Sequence[bytes]) -> None:
-                as_bytes(whole[bounds[0] : bounds[-1]]).copy_(bytes_tensor(b"".join(values)))
+                view_bytes(whole[bounds[0] : bounds[-1]]).copy_(bytes_tensor(b"".join(values)))
 
             return self.start(operation, None, as_bytes(whole[start:stop].clone()).numpy().tobytes(), copy_values)
 
         def start_data(gloo: GlooProcessGroup) -> StartedOps:
-            target = as_bytes(whole[bounds[0] : bounds[-1]])
+            target = view_bytes(whole[bounds[0] : bounds[-1]])
             return gloo_all_gather(gloo, target, sizes, ScratchLease(self.scratch_pool)) if len(target) else ([], None)
 
         return self.start(operation, start_data)
@@ -232,8 +232,8 @@ class GlooFabric(ProcessFabric):
 
         def start_data(gloo: GlooProcessGroup) -> StartedOps:
             target = tensor.detach()
-            whole = target.resolve_neg().contiguous()
-            works = [gloo_broadcast(gloo, as_bytes(whole), group.index(root))] if whole.numel() else []
+            whole = target.resolve_conj().resolve_neg().contiguous()
+            works = [gloo_broadcast(gloo, view_bytes(whole), group.index(root))] if whole.numel() else []
             return works, None if whole is target else lambda: target.copy_(whole)
 
         return self.start(tensor_signature("broadcast", label, tensor, group, root=root), start_data)

@@ -42,7 +42,7 @@ from counterpoint.fabric.hosts.layout import HostLayout
 from counterpoint.fabric.reductions import reduce_in_order
 from counterpoint.fabric.shm.native import CollectiveKind
 from counterpoint.fabric.shm.transport import ShmFabric
-from counterpoint.tensor_bytes import as_bytes
+from counterpoint.tensor_bytes import view_bytes
 
 MAX_WAIT_S = 0.01  # between two polls of all stages
 
@@ -347,7 +347,7 @@ class RangeExchange:
         ranges = [self.range_of(member) for member in self._inter.layout.neighbors]
         max_bytes = max(stop - start for start, stop in ranges) * sent[0].element_size()
         scratch = ScratchLease(self._inter.scratch_pool)
-        outputs, inputs = list(map(as_bytes, received)), list(map(as_bytes, sent))
+        outputs, inputs = list(map(view_bytes, received)), list(map(view_bytes, sent))
         return NetworkStage(*gloo_all_to_all(self._inter.ranges, outputs, inputs, max_bytes, scratch))
 
 
@@ -362,7 +362,7 @@ def broadcast(operation: CollectiveSignature, whole: Tensor, intra: IntraHost, i
     def between_hosts() -> StartedStage | None:
         is_first = layout.local_index == 0 and whole.numel()
         return (
-            NetworkStage([gloo_broadcast(require_connection(inter.gloo), as_bytes(whole), root_host)])
+            NetworkStage([gloo_broadcast(require_connection(inter.gloo), view_bytes(whole), root_host)])
             if is_first
             else None
         )

@@ -229,7 +229,7 @@ class HierarchicalFabric(Fabric):
         if fabric is not None:
             return fabric.broadcast(label, tensor, group, root)
         target, operation = tensor.detach(), tensor_signature("broadcast", label, tensor, group, root=root)
-        whole = target.resolve_neg().contiguous()
+        whole = target.resolve_conj().resolve_neg().contiguous()
 
         def stages(routes: GroupRoutes) -> list[StartStage]:
             return collectives.broadcast(operation, whole.view(-1), routes.intra, routes.inter)

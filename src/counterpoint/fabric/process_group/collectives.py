@@ -35,7 +35,7 @@ from counterpoint.fabric.gloo.ops import (
     to_gloo,
 )  # fmt: skip
 from counterpoint.fabric.reductions import LOW_PRECISION, reduce_in_order
-from counterpoint.tensor_bytes import as_bytes
+from counterpoint.tensor_bytes import view_bytes
 
 MAX_PADDING: Final = 1 / 8
 """Ranges are padded to one length if this adds at most so much to them."""
@@ -116,8 +116,8 @@ def start_reduce_ranges(
     parts = scratch.empty(group.size() * len(own_range), whole.dtype)
     work = start_all_to_all(
         group,
-        as_bytes(parts),
-        as_bytes(whole),
+        view_bytes(parts),
+        view_bytes(whole),
         [len(own_range) * size] * len(lengths),
         [count * size for count in lengths],
     )
@@ -139,7 +139,7 @@ def start_gather_ranges(group: DataProcessGroup, whole: Tensor, bounds: Sequence
         longest, options = max(lengths), AllgatherOptions()
         options.timeout = GLOO_TIMEOUT
         if min(lengths) == longest:
-            return [group._allgather_base(as_bytes(whole), as_bytes(own_range), options)], None  # noqa: SLF001
+            return [group._allgather_base(view_bytes(whole), view_bytes(own_range), options)], None  # noqa: SLF001
         rows = scratch.empty(longest * len(lengths), whole.dtype).view(len(lengths), longest)
         rows[index, : len(own_range)] = own_range
 
@@ -148,12 +148,12 @@ def start_gather_ranges(group: DataProcessGroup, whole: Tensor, bounds: Sequence
                 target.copy_(row[: len(target)])
             scratch.clear()
 
-        return [group._allgather_base(as_bytes(rows), as_bytes(rows[index]), options)], finish  # noqa: SLF001
+        return [group._allgather_base(view_bytes(rows), view_bytes(rows[index]), options)], finish  # noqa: SLF001
     to_send = scratch.empty(len(own_range) * len(lengths), whole.dtype)
     to_send.view(len(lengths), -1).copy_(own_range)
     outgoing = [len(own_range) * size] * len(lengths)
     incoming = [count * size for count in lengths]
-    return [start_all_to_all(group, as_bytes(whole), as_bytes(to_send), incoming, outgoing)], scratch.clear
+    return [start_all_to_all(group, view_bytes(whole), view_bytes(to_send), incoming, outgoing)], scratch.clear
 
 
 def start_exchange(
@@ -164,15 +164,15 @@ def start_exchange(
         return [], None
     index, size = group.rank(), whole.element_size()
     incoming, outgoing = [row[index] * size for row in counts], [count * size for count in counts[index]]
-    return [start_all_to_all(group, as_bytes(received), as_bytes(whole), incoming, outgoing)], None
+    return [start_all_to_all(group, view_bytes(received), view_bytes(whole), incoming, outgoing)], None
 
 
 def start_broadcast(group: DataProcessGroup, tensor: Tensor, root: int, scratch: Scratch) -> StartedOps:
     """Start to replace the tensor by that of member ``root``."""
     if not tensor.numel():
         return [], None
-    whole = tensor.resolve_neg().contiguous()
-    work = gloo_broadcast(group, as_bytes(whole), root)
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    work = gloo_broadcast(group, view_bytes(whole), root)
     if whole is tensor:
         return [work], None
     scratch.hold(whole)

@@ -423,7 +423,7 @@ class ShmFabric(ProcessFabric):
             return COMPLETED
         if self.failure is not None:
             raise PeerError(self.failure)
-        whole = tensor if is_resolved(tensor) else tensor.detach().resolve_neg().contiguous()
+        whole = tensor if is_resolved(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
         address = whole.data_ptr()
         if address != prepared.address:
             prepared.set_tensor(address, *self._tensors.locate(address, prepared.num_bytes))

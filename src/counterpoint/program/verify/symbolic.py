@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TypeAlias
 
 from counterpoint.errors import ProgramError
@@ -325,10 +325,11 @@ class SymbolicResult:
         compressed_contributions: what was added to each compressed all-reduce.
         dropped: contributions in delayed gradients that the end of an asynchronous pipeline frees without an update.
         rules: the rules of :mod:`counterpoint.program.verify.verifier` that the program was found to obey.
+        num_micros: the number of microbatches of a step.
 
     Example:
-        >>> print(SymbolicResult(peak_in_flight=[2, 1], rules=(1, 2, 3, 4, 5, 6, 7)))
-        2 ranks, 0 units, 0 microbatches, at most 2 in flight on a rank; rules 1 to 7 hold
+        >>> print(SymbolicResult(peak_in_flight=[2, 1], rules=(1, 2, 3, 4, 5, 6, 7), num_micros=2))
+        2 ranks, 0 units, 2 microbatches, at most 2 in flight on a rank; rules 1 to 7 hold
         0 updates
         in flight on each rank: 2, 1
     """
@@ -339,6 +340,7 @@ class SymbolicResult:
     compressed_contributions: CompressedContributions = field(default_factory=dict)
     dropped: dict[Unit, set[GradContribution]] = field(default_factory=dict)
     rules: tuple[int, ...] = ()
+    num_micros: int = 0
 
     def __str__(self) -> str:
         """Return what was found, then how many updates there are and what ranks hold."""
@@ -361,11 +363,9 @@ class SymbolicResult:
     def finding(self) -> str:
         """The size of the program and the rules that hold, in one line."""
         units = {unit for _, unit in self.unit_states} | {update.unit for update in self.updates}
-        applied = [contribution for update in self.updates for contribution in update.contributions]
-        num_micros = len({micro for _, micro, _ in chain(applied, *self.dropped.values())})
         text = (
             f"{format_count(len(self.peak_in_flight), 'rank')}, {format_count(len(units), 'unit')}, "
-            f"{num_micros} microbatch{'es' if num_micros != 1 else ''}, "
+            f"{self.num_micros} microbatch{'es' if self.num_micros != 1 else ''}, "
             f"at most {max(self.peak_in_flight, default=0)} in flight on a rank"
         )
         return f"{text}; rules {self.rules[0]} to {self.rules[-1]} hold" if self.rules else text
@@ -403,6 +403,7 @@ def execute_symbolically(
         executor.in_flight.peak,
         executor.compressed_contributions,
         dict(executor.dropped),
+        num_micros=len(program.micros),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from counterpoint.fabric.shm.native import CrossEntropyArgs, LossSum, native
@@ -22,6 +22,8 @@ from counterpoint.runtime.kernels.small_batch_linear import dtype_and_device
 
 MIN_LOGITS = 1 << 14
 """With fewer logits, the overhead of the call exceeds the savings."""
+PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
+"""Classes of tensors that have memory of their own; those of others may be traced, or consist of several tensors."""
 
 
 class CrossEntropyCall(NamedTuple):
@@ -51,6 +53,8 @@ def _parse_call(  # noqa: PLR0913 - torch's signature
         (torch.float32, "cpu"),
         (torch.int64, "cpu"),
     ):
+        return None
+    if not {type(input), type(target)} <= PLAIN_TENSORS:  # others may have no memory
         return None
     if input.numel() < MIN_LOGITS or not input.is_contiguous() or (torch.is_grad_enabled() and not input.requires_grad):
         return None

@@ -44,6 +44,7 @@ SAME_ENVIRONMENT = "start all ranks with the same settings and versions"
 REMEDIES = {
     "the data": SAME_DATA,
     "the dataset": SAME_DATA,
+    "the content of samples": SAME_DATA,
     "the held-out data": SAME_DATA,
     "the first batch": f"{SAME_DATA}, and draw nothing that differs",
     "the size of the batch": f"{SAME_BATCH}: remove the sharding of batches, or pass batches='per_rank' to parallelize",

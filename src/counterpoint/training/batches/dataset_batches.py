@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, cast
 
+import numpy as np
 from torch.utils.data import default_collate
 
 from counterpoint.data.batch_form import ANY_ARGUMENTS, SplitFn, split_targets
-from counterpoint.data.fetch import CollateFn, MapDataset, describe_samples, fingerprint
+from counterpoint.data.fetch import CollateFn, MapDataset, describe_dataset, describe_samples, fingerprint
 from counterpoint.data.loader import MicrobatchLoader, iter_microbatch_indices
 from counterpoint.data.loader_order import LoaderOrder
 from counterpoint.data.microbatch_reader import MicrobatchIndex, MicrobatchReader, SampleReader
@@ -120,11 +121,13 @@ class DatasetBatches:
         return SampleReader(self.dataset, self.order.seed, list if self.collate_fn else None)
 
     def describe(self) -> list[list[str]]:
-        """Return the dataset, and the samples of the first batches."""
+        """Return the dataset, the order of the samples of the first batches, and the content of some of them."""
         first = self.order.batches(self.first_epoch, 0, INDEX_LOOKAHEAD)
+        read = partial(self.sample_reader.read, self.first_epoch)
         return [
-            ["the dataset", describe_samples(self.dataset, partial(self.sample_reader.read, self.first_epoch))],
+            ["the dataset", describe_dataset(self.dataset)],
             ["the order of samples", f"{first[0][:4].tolist()}..., digest {digest([*map(list, first)]).hex()[:12]}"],
+            ["the content of samples", describe_samples(read, np.concatenate(first))],
         ]
 
     def metadata(self) -> dict[str, Any]:
