@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from hashlib import sha256
 from inspect import unwrap
@@ -32,7 +32,14 @@ from counterpoint.partitioning.partitioned_model import find_embedding_tables
 from counterpoint.runtime.loss.loss_reduction import LossFunction
 from counterpoint.runtime.loss.loss_scale import parse_loss_scale
 from counterpoint.terminal_text import escape_surrogates
-from counterpoint.training.agreement.values_of_code import class_values_of, methods_of, values_read_by_own
+from counterpoint.training.agreement.values_of_code import (
+    WatchedValue,
+    class_values_of,
+    code_run_by,
+    is_plain,
+    names_in_own,
+    values_read_by_own,
+)
 from counterpoint.training.options import TrainingOptions
 
 NamedFacts: TypeAlias = Sequence[Sequence[str]]
@@ -58,7 +65,10 @@ REMEDIES = {
     "the call": "every rank runs the same script: make the same calls in the same order on all of them",
 }
 SAME_OPTION = "give the same value on all of them"
-SAME_VALUE = f"{SAME_OPTION}, or, if results do not depend on it, a name with rank or device, which is not compared"
+SAME_VALUE = (
+    f"{SAME_OPTION}, or, if results do not depend on it, a name with rank, device or host, or with a word such as "
+    "main, verbose, log, time, port, path or file, which is not compared"
+)
 MAX_OPTION = 200
 """Longer texts of options are compared by a digest."""
 MAX_COMPARED = 10_000
@@ -69,10 +79,19 @@ BUILD_IDENTICALLY = "every rank must build the same one: look for a setting, a f
 SORT_HINT = "parameters are in the order of their creation: sort the results of a set, os.listdir or glob before a loop"
 PER_RANK_NAMES = re.compile("rank|device")
 """Attributes with these names may differ between ranks."""
-PER_RANK_VALUES = re.compile("rank|device|procid|localid|host|node", re.IGNORECASE)
-"""Globals and environment variables with these names may differ between ranks."""
-SECRET_NAMES = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
+PER_RANK_VALUES = re.compile(
+    "rank|device|gpu|procid|localid|local_?(world_?)?size|host|node|(?<![a-z])(is_?)?("
+    "main|master|leader|chief|primary|verbos(e|ity)|quiet|debug|log(s|ger|ging)?|(log|tmp|out|work|data|root)(dir|file|path)|"
+    "writer|progress|p?bar|time|timestamp|start(ed)?|now|clock|p?pid|process|proc|ports?|(file)?paths?|dirs?|director(y|ies)|"
+    "dirname|folders?|files?|filename|tmp|tmpdir|tempdir|run_?id|run_?name|job_?id|uuid|home|cwd|pwd|user(name)?|"
+    "addr|address|ip)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Values that code reads by these names, or by names with these words, may differ between ranks."""
+SECRET_NAMES = re.compile("key|token|secret|pass|pwd|auth|cred|private|cookie|salt|dsn|url|user", re.IGNORECASE)
 """Values with these names are compared, but not shown."""
+VALUES_READ = ("the environment variable ", "the global ", "the variable ", "the class attribute ")
+"""Beginnings of the names of values that code reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,21 +212,65 @@ def plain_attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def describe_values_read(model: nn.Module, loss: LossFunction) -> list[list[str]]:
-    """Return by name numbers, texts and collections that code of the model and of the loss reads, or its classes have.
+    """Return by name numbers, texts and collections that the forward of a model and its loss read from outside.
 
     Left out are private names and those of what may differ between ranks, and values that are None: a writer of logs is
     often None on all ranks but one.
     """
-    functions = methods_of(loss) if isinstance(loss, nn.Module) else [loss, *vars(type(loss)).values()]
-    values = [*class_values_of(model), *values_read_by_own([*methods_of(model), *functions])]
-    described = {}
-    for value in values:
-        if value.value is None or str(value.key).startswith("_") or PER_RANK_VALUES.search(str(value.key)):
-            continue
-        text = describe_value(value.value)
-        is_shown = len(text) < MAX_OPTION and not SECRET_NAMES.search(str(value.key))
-        described[value.name] = text if is_shown else f"digest {digest(text)}"
-    return [[name, text] for name, text in sorted(described.items())]
+    functions = [*code_run_by(model), *code_run_by(loss)]
+    names = names_in_own(functions)
+    class_values = [
+        replace(value, name=f"the class attribute {value.name}")
+        for value in class_values_of(model)
+        if value.key in names
+    ]
+    by_name: dict[str, list[WatchedValue]] = {}
+    for value in [*class_values, *values_read_by_own(functions)]:
+        by_name.setdefault(value.name, []).append(value)
+    facts = []
+    for name, values in sorted(by_name.items()):
+        for number, value in enumerate(values, 1):  # several of classes or functions that one function has made
+            text = describe_value_read(value.path or str(value.key), value.value)
+            facts += [[name if len(values) == 1 else f"{name} ({number} of {len(values)})", text]] if text else []
+    return facts
+
+
+def describe_value_read(path: str, value: object) -> str:
+    """Return a value that code reads as text, a secret as a digest; empty if it may differ between ranks.
+
+    Args:
+        path: by which code reads it.
+        value: what it reads.
+
+    Example:
+        >>> describe_value_read("config.scale", 2.0), describe_value_read("config.rank", 1)
+        ('2.0', '')
+    """
+    if value is None or path.startswith("_") or may_differ(path):
+        return ""
+    text = describe_value(without_per_rank(value))
+    is_secret = SECRET_NAMES.search(path) or (isinstance(value, dict | list | tuple) and SECRET_NAMES.search(text))
+    return text if len(text) < MAX_OPTION and not is_secret else f"digest {digest(text)}"
+
+
+def may_differ(path: str) -> bool:
+    """Tell whether a value that code reads by a path may differ between ranks, as its name says.
+
+    Example:
+        >>> may_differ("isMain"), may_differ("start_time"), may_differ("logit_scale")
+        (True, True, False)
+    """
+    return bool(PER_RANK_VALUES.search(re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", path)))
+
+
+def without_per_rank(value: object, depth: int = 0) -> object:
+    """Return a collection without entries of dicts that may differ between ranks."""
+    if depth > MAX_DEPTH:
+        return value
+    if isinstance(value, dict):
+        kept = [(key, item) for key, item in value.items() if not may_differ(str(key))]
+        return {key: without_per_rank(item, depth + 1) for key, item in kept}
+    return [without_per_rank(item, depth + 1) for item in value] if isinstance(value, list | tuple) else value
 
 
 def describe_optimizer(optimizer: optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
@@ -305,6 +368,8 @@ def describe_globals(function: FunctionType, depth: int) -> Iterator[tuple[str, 
     """Yield the global values that the code of a function reads, but for modules and what libraries define."""
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
+        if may_differ(name) and is_plain(value):
+            continue
         if isinstance(value, bool | int | float | str | tuple | list | dict | torch.Tensor) or (
             isinstance(value, FunctionType) and value.__module__ == function.__module__ and depth < MAX_DEPTH
         ):
@@ -336,7 +401,7 @@ def describe_value(value: object, depth: int = 0) -> str:  # noqa: PLR0911 - one
             return f"{type(value).__qualname__} of {len(value)}"
         if isinstance(value, dict):
             pairs = [f"{describe_value(key, depth)}: {describe_value(item, depth + 1)}" for key, item in value.items()]
-            return f"{{{', '.join(pairs)}}}"
+            return f"{{{', '.join(sorted(pairs))}}}"
         items = [describe_value(item, depth + 1) for item in value]
         return f"({', '.join(sorted(items) if isinstance(value, set | frozenset) else items)})"
     if isinstance(value, optim.lr_scheduler.LRScheduler):
@@ -409,6 +474,26 @@ def first_difference(
         'a is float32 on ranks 0, 2, float16 on rank 1; every rank must build the same one: look for a setting, ...'
     """
     ranks = ranks or range(len(facts_by_rank))
+    names = [name for rank_facts in facts_by_rank for name, _ in rank_facts]
+    if names and all(name.startswith(VALUES_READ) for name in names):
+        return _first_difference_by_name(facts_by_rank, ranks)
+    return _first_difference_by_index(facts_by_rank, ranks, remedy)
+
+
+def _first_difference_by_name(facts_by_rank: Sequence[NamedFacts], ranks: Sequence[int]) -> str:
+    """Return the first value that code reads that differs between ranks that have one by its name."""
+    values: dict[str, list[tuple[int, Sequence[str]]]] = {}
+    for rank, facts in zip(ranks, facts_by_rank, strict=True):
+        for fact in facts:
+            values.setdefault(fact[0], []).append((rank, fact))
+    for _, having in sorted(values.items()):
+        if difference := _first_difference_by_index([[fact] for _, fact in having], [rank for rank, _ in having], ""):
+            return difference
+    return ""
+
+
+def _first_difference_by_index(facts_by_rank: Sequence[NamedFacts], ranks: Sequence[int], remedy: str) -> str:
+    """Return the first fact that differs in what ranks have in the same order."""
     for index in range(max(map(len, facts_by_rank))):
         facts = [tuple(rank_facts[index]) if index < len(rank_facts) else ("", "") for rank_facts in facts_by_rank]
         if len(set(facts)) == 1:
@@ -435,7 +520,7 @@ def find_remedy(name: str) -> str:
         return REMEDIES[name]
     if name.startswith(("torch", "the version of ", "the autocast ")):
         return SAME_ENVIRONMENT
-    if name.startswith(("the environment variable ", "the global ", "the variable ")):
+    if name.startswith(VALUES_READ):
         return SAME_VALUE
     return SAME_OPTION if name.startswith(("the option ", "the argument ")) else ""
 

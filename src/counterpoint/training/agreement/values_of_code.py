@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,23 @@ FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MAX_DEPTH = 3
 """Of collections and objects in each other, into which is looked."""
+_NOT_IN_A_CALL = frozenset({
+    "__init__", "__new__", "__init_subclass__", "__post_init__", "__del__", "__repr__", "__str__", "__reduce__",
+    "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__",
+})  # fmt: skip
 
 _NUMBERS = (bool, int, float, str, type(None))
 _COLLECTIONS = (list, dict, set, tuple)
 _LIBRARIES = frozenset({"torch", "counterpoint", "builtins", "typing", "abc"})
 _LIBRARY_DIRS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _MAX_ENTRIES = 1000  # of a collection that is compared in every step
+_MAX_NESTED = 100  # collections in each other, far below the limit of recursion
+_OF_A_PROCESS = frozenset({
+    "_io", "_thread", "asyncio", "concurrent", "http", "io", "logging", "loguru", "mlflow", "multiprocessing", "queue",
+    "selectors", "socket", "sqlite3", "ssl", "structlog", "subprocess", "tempfile", "tensorboardX", "threading", "tqdm",
+    "urllib", "wandb",
+})  # fmt: skip
+"""Packages whose objects are loggers, files, locks, threads and the like: no settings of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +49,14 @@ class WatchedValue:
         holder: has it, such as the ``vars`` of a module.
         key: of the value.
         value: that it had.
+        path: by which code reads it, such as ``config.scale``; the key if empty.
     """
 
     name: str
     holder: Mapping[Any, Any]
     key: Any
     value: object
+    path: str = ""
 
     def read(self) -> object:
         """Return the present value."""
@@ -67,12 +81,19 @@ class WatchedValue:
         return type(current) is not type(self.value) or isinstance(current, Tensor) or bool(current != self.value)
 
 
-def is_plain(value: object) -> bool:
-    """Tell whether a value is a number, a text or None, or a collection of them."""
-    if isinstance(value, _COLLECTIONS):
-        entries = [*value, *value.values()] if isinstance(value, dict) else value
-        return len(value) <= _MAX_ENTRIES and all(map(is_plain, entries))
-    return isinstance(value, _NUMBERS)
+def is_plain(value: object, within: tuple[int, ...] = ()) -> bool:
+    """Tell whether a value is a number, a text or None, or a collection of them that does not contain itself.
+
+    Args:
+        value: any value.
+        within: by ``id`` the collections that contain it.
+    """
+    if not isinstance(value, _COLLECTIONS):
+        return isinstance(value, _NUMBERS)
+    if len(value) > _MAX_ENTRIES or len(within) >= _MAX_NESTED or id(value) in within:
+        return False
+    entries = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(is_plain(entry, (*within, id(value))) for entry in entries)
 
 
 def plain_parts(
@@ -106,6 +127,7 @@ def has_attributes(value: object) -> bool:
         hasattr(value, "__dict__")
         and not (isinstance(value, type | Tensor | nn.Module) or callable(value))
         and kind.__module__.partition(".")[0] not in {"torch", "counterpoint"}
+        and _OF_A_PROCESS.isdisjoint(base.__module__.partition(".")[0] for base in kind.__mro__)
     )
 
 
@@ -138,10 +160,58 @@ def methods_of(model: nn.Module) -> list[object]:
     return functions + [value for kind in _own_classes(model) for value in vars(kind).values()]
 
 
+def code_run_by(root: object) -> list[FunctionType]:
+    """Return the functions that a call of a module or of another callable may run: not those of ``__init__`` alone.
+
+    These are ``forward`` and special methods, functions among attributes, and functions and methods whose names are in
+    the code of one of these.
+
+    Args:
+        root: the module or callable.
+    """
+    parts = [*root.modules()] if isinstance(root, nn.Module) else [root]
+    classes = dict.fromkeys(kind for part in parts for kind in type(part).__mro__)
+    methods = [item for kind in classes if not _is_of_library(kind) for item in vars(kind).items()]
+    is_special = {key for key, _ in methods if key.startswith("__")} - _NOT_IN_A_CALL
+    attributes = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+    given = _functions_of(value for one in [root, *attributes] for value in (one, _unwrapped(one)))
+    reached: set[str] = {"forward", *is_special}
+    while True:
+        called = [value for key, value in methods if key in reached]
+        functions = _functions_of([*given, *called, *map(_unwrapped, called)])
+        names = {name for function in functions for name in _names_in(function.__code__)} - _NOT_IN_A_CALL
+        if names <= reached:
+            return functions
+        reached |= names
+
+
+def _unwrapped(value: object) -> object:
+    """Return the function that a decorator of a library wraps."""
+    return inspect.unwrap(value) if isinstance(value, FunctionType) else value
+
+
+def names_in_own(functions: Iterable[FunctionType]) -> set[str]:
+    """Return the names of globals and attributes in the code of functions that are not of an installed package."""
+    own = [one for one in functions if not one.__code__.co_filename.startswith(_LIBRARY_DIRS)]
+    return {name for function in own for name in _names_in(function.__code__)}
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names in code, and in that of functions and comprehensions in it."""
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _names_in(value)
+
+
 def _own_classes(model: nn.Module) -> list[type]:
-    classes = {kind for module in model.modules() for kind in type(module).__mro__}
-    classes = {kind for kind in classes if kind.__module__.partition(".")[0] not in _LIBRARIES}
-    return sorted(classes, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
+    """Return the classes of the modules that are not torch's, in an order that is the same in every process."""
+    classes = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    return [kind for kind in classes if not _is_of_library(kind)]
+
+
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 def values_read_by_own(functions: Iterable[object]) -> Iterator[WatchedValue]:
@@ -162,18 +232,21 @@ def values_read_by_own(functions: Iterable[object]) -> Iterator[WatchedValue]:
 
 def _values_read_by(functions: Iterable[FunctionType]) -> Iterator[WatchedValue]:
     """Yield plain values that functions read from outside of themselves."""
-    seen: set[tuple[int, str]] = set()
+    seen: dict[tuple[int, str], object] = {}  # with the holders, as the id of one that was freed may be that of another
     for function in functions:
-        yield from _environment_of(function)
-        for name, holder, key in _names_of(function):
-            holder, key, value = _look_into_context(holder, key)
-            if (id(holder), key) in seen:
+        for watched in _environment_of(function):
+            if seen.setdefault((id(watched.holder), watched.key), watched) is watched:
+                yield watched
+        for name, read_from, key in _names_of(function):
+            if (id(read_from), key) in seen:
                 continue
-            seen.add((id(holder), key))
+            seen[id(read_from), key] = read_from
+            holder, held_key, value = _look_into_context(read_from, key)
             if is_plain(value):
-                yield WatchedValue(name, holder, key, value)
+                yield WatchedValue(name, holder, held_key, value, path=key)
             elif has_attributes(value) and not isinstance(value, ModuleType):
-                yield from plain_parts(name, value, {})
+                for part in plain_parts(name, value, {}):
+                    yield replace(part, path=key + part.name.removeprefix(name))
 
 
 def _environment_of(function: FunctionType) -> Iterator[WatchedValue]:
