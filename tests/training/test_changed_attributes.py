@@ -13,6 +13,8 @@ from torch import nn
 
 import counterpoint as cp
 from counterpoint.errors import DataError
+from counterpoint.partitioning.stores import MAX_ELEMENTS
+from counterpoint.training.between_steps.attribute_changes import AttributeCheck
 from tests.training.trainers import max_difference, state_of
 
 
@@ -197,6 +199,70 @@ def test_a_change_in_what_attributes_hold_is_refused_where_ranks_would_not_see_i
     torch.manual_seed(0)
     with pytest.raises(DataError, match=f"^{text}"):
         train(Held().double(), plan, change)
+
+
+class MadeInInference(Net):
+    def __init__(self):
+        super().__init__()
+        with torch.inference_mode():
+            self.mask = torch.arange(3.0)
+
+    def forward(self, x):
+        return super().forward(x) + self.mask
+
+
+def double_in_inference(model):
+    with torch.inference_mode():
+        model.mask.mul_(2)
+
+
+def leave(model):
+    pass
+
+
+def train_seeded(kind, plan, change):
+    torch.manual_seed(0)
+    return train(kind().double(), plan, change)
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "pipeline(2)"])
+def test_a_tensor_of_inference_mode_trains_and_its_change_is_refused_where_ranks_would_not_see_it(plan):
+    """Torch counts no versions of it, and reading the counter was an error."""
+    expected = train_seeded(MadeInInference, "solo", leave)
+    assert max_difference(train_seeded(MadeInInference, plan, leave), expected) < 1e-12
+    if plan == "data(2)":
+        with pytest.raises(DataError, match="mask of the model was changed in place"):
+            train_seeded(MadeInInference, plan, double_in_inference)
+
+
+class HasUnused(Net):
+    """Holds a tensor without values, and a large one."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = torch.ones(3, device="meta")
+        self.large = torch.zeros(MAX_ELEMENTS + 1, dtype=torch.uint8)
+
+
+def change_meta(model):
+    model.shapes.mul_(2)
+
+
+def change_large(model):
+    model.large[0] = 1
+
+
+@pytest.mark.parametrize(("change", "name"), [(change_meta, "shapes"), (change_large, "large")])
+def test_a_tensor_that_is_not_copied_is_compared_by_its_version(change, name):
+    """The copy took memory, and comparing a meta tensor was torch's error."""
+    model = HasUnused()
+    check = AttributeCheck()
+    check.watch(model, is_traced=False)
+    assert all(tensor.values is None for tensor in check.tensors if tensor.watched.key in {"shapes", "large"})
+    check.require_unchanged("data(2)", lambda: None)
+    change(model)
+    with pytest.raises(DataError, match=f"{name} of the model was changed in place between two steps"):
+        check.require_unchanged("data(2)", lambda: None)
 
 
 def add_hook(model):

@@ -79,8 +79,7 @@ def _find_stores(value: object, depth: int, seen: dict[int, int], *, with_shared
 def _is_store(value: object, depth: int) -> bool:
     """Tell whether a value can be written to, or holds others that can."""
     if isinstance(value, Tensor):
-        is_plain = value.layout is torch.strided and not (value.requires_grad or value.is_meta or value.is_nested)
-        return is_plain and value.dtype in DTYPES and value.numel() <= MAX_ELEMENTS
+        return can_compare(value) and value.numel() <= MAX_ELEMENTS
     if isinstance(value, np.ndarray):
         return value.size <= MAX_ELEMENTS
     if isinstance(value, (*COLLECTIONS, tuple)):
@@ -88,6 +87,12 @@ def _is_store(value: object, depth: int) -> bool:
     if isinstance(value, type | FunctionType | ModuleType | nn.Module):
         return False
     return not (depth and _is_library(value)) and bool(hasattr(value, "__dict__") or _slots_of(value))
+
+
+def can_compare(tensor: Tensor) -> bool:
+    """Tell whether the values of a tensor can be copied and compared: not those of a meta or a sparse tensor."""
+    is_plain = tensor.layout is torch.strided and not (tensor.requires_grad or tensor.is_meta or tensor.is_nested)
+    return is_plain and tensor.dtype in DTYPES
 
 
 def _is_library(value: object) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from counterpoint.errors import DataError
 from counterpoint.partitioning.dry_run import TrainingModes
-from counterpoint.partitioning.stores import is_store_changed, read_store
+from counterpoint.partitioning.stores import MAX_ELEMENTS, can_compare, is_store_changed, read_store
 from counterpoint.training.agreement.values_of_code import (
     FUNCTIONS,
     HOOKS,
@@ -128,7 +128,8 @@ class WatchedTensor:
     """A tensor that is no buffer, and may be replaced, or changed in place.
 
     Its values are compared where its version counter differs, because runs that inspect the model restore what its
-    forward has written.
+    forward has written. A large tensor is not copied: its counter alone tells of a change. Tensors of
+    ``torch.inference_mode`` have no counter, and their values are compared in every step.
 
     Args:
         watched: where the tensor is.
@@ -137,24 +138,31 @@ class WatchedTensor:
     """
 
     def __init__(self, watched: WatchedValue, *, is_compared: bool) -> None:
+        tensor: Tensor = watched.value  # type: ignore[assignment]
         self.watched = watched
-        self.version = self._read_version()
-        self.values = read_store(watched.value) if is_compared else None
-
-    def _read_version(self) -> int:
-        return self.watched.value._version  # type: ignore[attr-defined,no-any-return] # noqa: SLF001 - there is no other way to see changes
+        self.is_compared = is_compared
+        self.version = _read_version(tensor)
+        is_copied = can_compare(tensor) and (tensor.numel() <= MAX_ELEMENTS or self.version is None)
+        self.values = read_store(tensor) if is_compared and is_copied else None
 
     def find_change(self) -> str:
         """Return how the tensor was changed; empty if it was not."""
-        if self.watched.read() is not self.watched.value:
+        tensor: Tensor = self.watched.value  # type: ignore[assignment]
+        if self.watched.read() is not tensor:
             return "to another value"
-        version = self._read_version()
-        if self.values is None or version == self.version:
+        version = _read_version(tensor)
+        is_same = version == self.version and (version is not None or self.values is None)
+        if is_same or not self.is_compared:
             return ""
-        if is_store_changed(self.watched.value, self.values):
+        if self.values is None or is_store_changed(tensor, self.values):
             return "in place"
         self.version = version
         return ""
+
+
+def _read_version(tensor: Tensor) -> int | None:
+    """Return how often torch saw the tensor change in place; None where it does not count."""
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - there is no other way to see changes
 
 
 def _has_storage(tensor: Tensor) -> bool:
