@@ -191,6 +191,56 @@ def test_a_replaced_buffer_whose_memory_another_attribute_has_is_refused_and_the
     assert max_difference(train(Copied, plan, 1), loop(Copied)) < 1e-12
 
 
+class KeepsInList(Net):
+    """Another tensor follows in the list, which has the same name."""
+
+    def __init__(self):
+        super().__init__()
+        self.same = self.part = None
+        self.entries = [self.scale, torch.zeros(1)]
+
+    def forward(self, x):
+        self.scale = self.scale * 0.9
+        return self.finish(torch.tanh(self.first(x)) * self.scale + self.entries[0])
+
+
+class KeepsInPrivate(Net):
+    def __init__(self):
+        super().__init__()
+        self.same = self.part = self.entries = None
+        self._same = self.scale
+
+    def forward(self, x):
+        self.scale = self.scale * 0.9
+        return self.finish(torch.tanh(self.first(x)) * self.scale + self._same)
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
+@pytest.mark.parametrize(("kind", "name"), [(KeepsInList, "entries"), (KeepsInPrivate, "_same")])
+def test_memory_of_a_replaced_buffer_in_a_list_or_a_private_attribute_is_refused(kind, name, plan):
+    """Only the last tensor of a list was looked at: the others followed the buffer, where a loop keeps the first."""
+    with pytest.raises(PlanError, match=f"replaces the buffer scale by another tensor, and {name} has the memory"):
+        train(kind, plan, 1)
+
+
+class HoldsWeight(Net):
+    def __init__(self):
+        super().__init__()
+        self.entries = [self.first.weight.detach()[:, 0], torch.zeros(1)]
+
+
+class HoldsPrivateWeight(Net):
+    def __init__(self):
+        super().__init__()
+        self._column = self.first.weight.detach()[:, 0]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(HoldsWeight, "entries"), (HoldsPrivateWeight, "_column")])
+def test_memory_of_a_parameter_in_a_list_or_a_private_attribute_is_refused(kind, name):
+    with pytest.raises(PlanError, match=f"{name} is no parameter, but has the memory of first.weight"):
+        train(kind, "data(2)", 1)
+
+
 PLANS = [("solo", 4), ("data(2)", 1), ("data(2)", 2), ("zero3(4)", 1), ("pipeline(2)", 4), ("pipeline(2) * data(2)", 2)]
 
 

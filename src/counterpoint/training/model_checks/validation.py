@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from counterpoint.file_reader import find_file_kind
 from counterpoint.model.precision import Precision
 from counterpoint.optim.low_bit_adam import LowBitAdam
 from counterpoint.optim.validation import shorten
-from counterpoint.partitioning.dry_run import TrainingModes
+from counterpoint.partitioning.dry_run import MODULE_ATTRIBUTES, TrainingModes
 from counterpoint.partitioning.own_generators import find_reachable
 from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
@@ -226,12 +226,11 @@ def require_no_shared_memory(model: nn.Module, plan: Plan, replaced: Collection[
         return
     params = dict(model.named_parameters())
     known = {id(param) for param in params.values()}
-    others = {name: tensor for name, tensor in named_tensors(model) if id(tensor) not in known and name not in replaced}
+    others = [(name, one) for name, one in named_tensors(model) if id(one) not in known and name not in replaced]
     extents = sorted(
-        (*memory_extent(tensor), name, kind)
-        for kind, tensors in (("a parameter", params), ("no parameter", others))
-        for name, tensor in tensors.items()
-        if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
+        (*extent, name, kind)
+        for kind, tensors in (("a parameter", params.items()), ("no parameter", others))
+        for name, extent in memory_extents(tensors)
     )
     for (_, stop, name, kind), (start, _, other, other_kind) in pairwise(extents):
         if stop > start and kind == other_kind == "a parameter":
@@ -264,15 +263,11 @@ def require_no_other_name(model: nn.Module, replaced: Collection[str]) -> None:
     """
     if not replaced:
         return
-    memory = {
-        name: memory_extent(tensor)
-        for name, tensor in named_tensors(model)
-        if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
-    }
-    for name in sorted(memory.keys() & replaced):
-        start, stop = memory[name]
-        for other, (other_start, other_stop) in memory.items():
-            if other not in replaced and other_start < stop and start < other_stop:
+    extents = memory_extents(named_tensors(model))
+    others = [(name, extent) for name, extent in extents if name not in replaced]
+    for name, (start, stop) in sorted(extents):
+        for other, (other_start, other_stop) in others if name in replaced else ():
+            if other_start < stop and start < other_stop:
                 raise PlanError(
                     f"the forward of {type(model).__name__} replaces the buffer {name} by another tensor, and {other} "
                     "has the memory of the one that it was, into which ranks copy the new values, so that "
@@ -282,15 +277,27 @@ def require_no_other_name(model: nn.Module, replaced: Collection[str]) -> None:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers and the other tensors in attributes of modules, also in lists and dicts, with a name."""
+    """Yield the buffers and the other tensors in attributes of modules, with a name.
+
+    All tensors of a list or a dict have the name of the attribute.
+    """
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # which has no attributes in Python
             continue
-        plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        plain = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
         for key, value in {**plain, **module._buffers}.items():  # noqa: SLF001 - one that shares a name is another's
             for leaf in tree_leaves(value) if isinstance(value, list | tuple | dict | Tensor) else ():
                 if isinstance(leaf, Tensor):
                     yield f"{path}.{key}".lstrip("."), leaf
+
+
+def memory_extents(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, int]]]:
+    """Return the names of tensors with the first address and the one after the last, of those that have memory."""
+    return [
+        (name, memory_extent(tensor))
+        for name, tensor in tensors
+        if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
+    ]
 
 
 def memory_extent(tensor: Tensor) -> tuple[int, int]:
