@@ -172,6 +172,39 @@ def test_a_view_of_a_buffer_is_exact_in_whole_models_and_refused_in_a_trace():
             train(kind, "pipeline(2)", 1)
 
 
+class ChangesPart(Net):
+    """A buffer that its forward changes is one half of a tensor, whose other half is in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        halves = torch.ones(16, dtype=torch.float64)
+        self.scale, self.same, self.entries, self.part = halves[:8], None, [], halves[8:]
+
+    def forward(self, x):
+        self.scale.mul_(0.9)
+        return self.finish(torch.tanh(self.first(x)) * self.scale + self.part)
+
+
+class RefillsPart(ChangesPart):
+    """The half that it fills again is no buffer either."""
+
+    def __init__(self):
+        super().__init__()
+        halves = torch.ones(16, dtype=torch.float64)
+        self.cache, self.part = halves[:8], halves[8:]
+
+    def forward(self, x):
+        self.cache.zero_().add_(self.part * 2)
+        return self.finish(torch.tanh(self.first(x)) * self.cache + self.part)
+
+
+@pytest.mark.parametrize("kind", [ChangesPart, RefillsPart])
+@pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "pipeline(2)"])
+def test_a_tensor_beside_a_changed_one_in_one_storage_is_exact(kind, plan):
+    """In a trace it was taken for a view of the changed one."""
+    assert max_difference(train(kind, plan, 1), loop(kind)) < 1e-12
+
+
 @pytest.mark.parametrize("plan", ["data(2)", "zero3(2)", "pipeline(2)"])
 def test_a_view_of_a_buffer_that_no_forward_changes_is_exact(plan):
     assert max_difference(train(KnowsView, plan, None, scale_buffer), loop(KnowsView, scale_buffer)) < 1e-12

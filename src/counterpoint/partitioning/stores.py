@@ -95,6 +95,13 @@ def can_compare(tensor: Tensor) -> bool:
     return is_plain and tensor.dtype in DTYPES
 
 
+def memory_extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def _is_library(value: object) -> bool:
     """Tell whether a value is an object of torch, numpy or this library that is no tensor or array."""
     module = type(value).__module__.partition(".")[0]

@@ -44,6 +44,7 @@ from counterpoint.partitioning.module_casts import abort_forward
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE
 from counterpoint.partitioning.partitioned_model import canonical_names
 from counterpoint.partitioning.pytree import TensorTree, register_dataclasses, strip_unknown_leaves
+from counterpoint.partitioning.stores import memory_extent
 from counterpoint.partitioning.tracing.lazy_networkx import without_networkx
 
 
@@ -571,7 +572,7 @@ def _require_no_changed_views(
             continue
         for name, buffer in tensors:
             is_changed = name in changed_buffers or storage[node] in changed
-            if is_changed and _storage_of(buffer) == _storage_of(view):
+            if is_changed and _overlap(buffer, view):
                 raise PlanError(
                     f"the forward of {type(model).__name__} changes the buffer {name}, and reads it also from a tensor "
                     "that is a view of it, kept where a trace does not know it as a buffer (an attribute, a list, a "
@@ -586,6 +587,12 @@ def _has_memory(value: object) -> TypeGuard[Tensor]:
 
 def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two tensors have memory in common, which disjoint parts of one storage have not."""
+    (start, stop), (other_start, other_stop) = memory_extent(first), memory_extent(second)
+    return _storage_of(first) == _storage_of(second) and start < other_stop and other_start < stop
 
 
 def _read_buffers_once(buffers: dict[fx.Node, str]) -> None:
@@ -612,10 +619,7 @@ def _copy_changed_constants(graph: fx.Graph, constants: Mapping[str, object], mo
     read = {node: constants[str(node.target)] for node in graph.find_nodes(op="get_attr") if node.target in constants}
     for node in copy_changed_values(graph, [node for node, value in read.items() if isinstance(value, Tensor)]):
         changed = read.pop(node)
-        if any(
-            _has_memory(one) and _has_memory(changed) and _storage_of(one) == _storage_of(changed)
-            for one in read.values()
-        ):
+        if any(_has_memory(one) and _has_memory(changed) and _overlap(one, changed) for one in read.values()):
             raise PlanError(
                 f"the forward of {type(model).__name__} changes a tensor in place that it also reads from another "
                 "place, as a view of it or in another attribute, and a trace knows both only as constants; register it "

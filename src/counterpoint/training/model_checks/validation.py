@@ -19,6 +19,7 @@ from counterpoint.optim.low_bit_adam import LowBitAdam
 from counterpoint.optim.validation import shorten
 from counterpoint.partitioning.dry_run import MODULE_ATTRIBUTES, TrainingModes
 from counterpoint.partitioning.own_generators import find_reachable
+from counterpoint.partitioning.stores import memory_extent
 from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import find_sync_modules, forward_microbatches
@@ -298,13 +299,6 @@ def memory_extents(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tup
         for name, tensor in tensors
         if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
     ]
-
-
-def memory_extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor and the one after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def require_values(inputs: object) -> None:
