@@ -16,6 +16,7 @@ class Net(nn.Module):
     scale: torch.Tensor
     same: torch.Tensor
     part: torch.Tensor
+    entries: list[torch.Tensor]
 
     def __init__(self):
         super().__init__()
@@ -178,7 +179,7 @@ class ChangesPart(Net):
     def __init__(self):
         super().__init__()
         halves = torch.ones(16, dtype=torch.float64)
-        self.scale, self.same, self.entries, self.part = halves[:8], None, [], halves[8:]
+        self.scale, self.same, self.entries, self.part = halves[:8], torch.zeros(1), [], halves[8:]
 
     def forward(self, x):
         self.scale.mul_(0.9)
@@ -229,7 +230,7 @@ class KeepsInList(Net):
 
     def __init__(self):
         super().__init__()
-        self.same = self.part = None
+        self.same = self.part = torch.zeros(1)
         self.entries = [self.scale, torch.zeros(1)]
 
     def forward(self, x):
@@ -240,7 +241,7 @@ class KeepsInList(Net):
 class KeepsInPrivate(Net):
     def __init__(self):
         super().__init__()
-        self.same = self.part = self.entries = None
+        self.same, self.part, self.entries = torch.zeros(1), torch.zeros(1), []
         self._same = self.scale
 
     def forward(self, x):
