@@ -143,3 +143,29 @@ def test_outputs_that_autograd_does_not_see_affected_are_not():
 
     affected = find_affected(*graph_of(compute, x, weight, other))
     assert sorted(affected.values(), key=sorted) == [{0}, {0}, {1}]
+
+
+class PositiveSum(TwoHeads):
+    """Returns a prediction and a sum of as many values of a second head as are positive."""
+
+    def forward(self, x):
+        first, second = super().forward(x)
+        return first, second[second > 0].sum()
+
+
+def test_an_unused_output_may_have_sizes_that_depend_on_values():
+    expected = plain_loop(PositiveSum(), OPTIMIZERS["sgd"], [first_loss] * 3)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        actual = train(PositiveSum(), OPTIMIZERS["sgd"], "solo", cross_sample="accept")
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_size_that_is_marked_as_dynamic_stays_so():
+    x, weight, other = torch.ones(6, 2), *(torch.ones(2, 2, requires_grad=True) for _ in range(2))
+    torch._dynamo.mark_dynamic(x, 0)  # torch refuses a graph that is for one size only
+
+    def compute(x, weight, other):
+        return (x @ weight).view(x.shape[0] * 2).sum(), (x @ other).sin()
+
+    torch.compile(compute, backend=EagerGradients("aot_eager"), dynamic=False)(x, weight, other)[0].backward()
+    assert (weight.grad is None, other.grad) == (False, None)

@@ -109,11 +109,13 @@ def find_affected(graph: Graph, examples: Sequence[Any]) -> Affected:
         examples: its inputs, without values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     (returned,) = graph.graph.find_nodes(op="output")[0].args
     if len(returned) < 2 or not any(isinstance(value, Tensor) and value.requires_grad for value in examples):
         return {}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    sizes = ShapeEnv()  # names those that depend on values; its own, so that the graph gets no guards from here
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes), torch.enable_grad():
         leaves = [make_leaf(value) for value in examples]
         results = graph(*(written_to(leaf, value) for leaf, value in zip(leaves, examples, strict=True)))
     reached = {
@@ -129,7 +131,9 @@ def find_affected(graph: Graph, examples: Sequence[Any]) -> Affected:
 
 
 def make_leaf(value: Any) -> Any:  # noqa: ANN401 - an input of a graph
-    """Return a tensor like another one, without its history; other values as they are."""
+    """Return a tensor like another one, without its history, or the number that a symbol stands for; else the value."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value if value.node.hint is None else value.node.hint
     if not isinstance(value, Tensor):
         return value
     like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
