@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import counterpoint as cp
 from counterpoint.errors import DataError
-from counterpoint.partitioning.unused_outputs import EagerGradients, find_affected
+from counterpoint.partitioning.unused_outputs import EagerGradients, find_affected, is_unreached
 from counterpoint.testing.device_survey import batches
 from tests.training.compile_backend import reset_counter
 from tests.training.trainers import state_of
@@ -169,3 +169,23 @@ def test_a_size_that_is_marked_as_dynamic_stays_so():
 
     torch.compile(compute, backend=EagerGradients("aot_eager"), dynamic=False)(x, weight, other)[0].backward()
     assert (weight.grad is None, other.grad) == (False, None)
+
+
+def test_a_backward_that_raises_leaves_no_weight_without_gradient():
+    weight, other = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+    first, second = torch.compile(lambda x, y: (x * 2, y.sin()), backend=EagerGradients("aot_eager"))(weight, other)
+    found = []
+
+    def fail(_):
+        found.append(is_unreached(other))
+        raise ValueError("after the hook of the backend")
+
+    handle = first.grad_fn.register_prehook(fail)
+    with pytest.raises(ValueError, match="after the hook"):
+        first.sum().backward()
+    handle.remove()
+    other.register_hook(lambda _: found.append(is_unreached(other)))
+    (other * 2).sum().backward()  # a graph without hooks of the backend
+    second.sum().backward()
+    assert found == [True, False, False]
+    torch.testing.assert_close(other.grad, 2 + other.cos())

@@ -26,14 +26,26 @@ from counterpoint.partitioning.saved_masks import inductor_options
 Graph: TypeAlias = Any  # a module of torch.fx, or what a backend makes of it
 Affected: TypeAlias = Mapping[int, frozenset[int]]
 """Of inputs of a graph, by index, the indices of the outputs that each affects."""
-UNREACHED: ContextVar[frozenset[int] | None] = ContextVar("UNREACHED", default=frozenset())
-"""Addresses of the inputs that get no gradient from the compiled backward that runs now; None for all inputs."""
+UNREACHED: ContextVar[tuple[int, frozenset[int] | None]] = ContextVar("UNREACHED", default=(-1, frozenset()))
+"""Addresses of the inputs that get no gradient from the compiled backward that runs now; None for all inputs.
+
+With the number of autograd's run: one that raises does not come to the hook that resets these.
+"""
+
+
+number_of_run: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001 - it has no public name
+"""Returns the number of the run of autograd that calls; -1 outside."""
 
 
 def is_unreached(weight: Tensor) -> bool:
     """Return whether the compiled backward that runs now gives a weight no gradient, so that what it computes is 0."""
-    addresses = UNREACHED.get()
-    return addresses is None or weight.data_ptr() in addresses
+    run, addresses = UNREACHED.get()
+    return run == number_of_run() and (addresses is None or weight.data_ptr() in addresses)
+
+
+def set_unreached(addresses: frozenset[int] | None) -> None:
+    """Set what :func:`is_unreached` reads until autograd's present run ends."""
+    UNREACHED.set((number_of_run(), addresses))
 
 
 @dataclass(frozen=True)
@@ -203,18 +215,19 @@ def watch_backward(inputs: Sequence[GraphInput], results: Sequence[Any]) -> None
     unreached, num_places = set[int](), len(node.next_functions)
 
     def find_unreached(grads: Sequence[Tensor | None]) -> None:
+        unreached.clear()  # of a run that has raised
         used = {by_number.get(number) for number, grad in enumerate(grads) if grad is not None}
         if not used:
             unreached.update(range(num_places))
-            UNREACHED.set(None)
+            set_unreached(None)
         elif None not in used:  # as an input is that the graph writes to
             unreached.update(place for place, found in by_place.items() if used.isdisjoint(found.affected))
-            UNREACHED.set(frozenset(by_place[place].address() for place in unreached))
+            set_unreached(frozenset(by_place[place].address() for place in unreached))
 
     def drop_zeros(grads: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
         kept = tuple(None if place in unreached else grad for place, grad in enumerate(grads))
         unreached.clear()
-        UNREACHED.set(frozenset())
+        set_unreached(frozenset())
         return kept
 
     node.register_prehook(find_unreached)
