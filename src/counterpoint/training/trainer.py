@@ -395,8 +395,9 @@ class Trainer:
         if not self.has_peers:
             return
         world = open_world(self.environment, self.plan.num_ranks, self.options.timeout_s)
-        held_out = [] if eval_batches is None else eval_batches.describe()[:1]
-        data = [*batches.describe(), *(["the held-out data", text] for _, text in held_out)]
+        held_out = [] if eval_batches is None else eval_batches.describe()
+        texts = [text for name, text in held_out if name != "the order of samples"]
+        data = [*batches.describe(), *([["the held-out data", ", ".join(texts)]] if texts else [])]
         call = CallFacts([["the call", name], *describe_arguments(arguments)], data)
         own = describe_ranks(self.model, self.plan_facts, self.optimizer, self.loss, self.options)
         call.require_same(world.fabrics[0], own)
