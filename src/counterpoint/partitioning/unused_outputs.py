@@ -27,18 +27,18 @@ Graph: TypeAlias = Any  # a module of torch.fx, or what a backend makes of it
 Affected: TypeAlias = Mapping[int, frozenset[int]]
 """Of inputs of a graph, by index, the indices of the outputs that each affects."""
 UNREACHED: ContextVar[tuple[int, frozenset[int] | None]] = ContextVar("UNREACHED", default=(-1, frozenset()))
-"""Addresses of the inputs that get no gradient from the compiled backward that runs now; None for all inputs.
+"""The number of a run of autograd, and the addresses of inputs without gradient in its compiled backward; None for all.
 
-With the number of autograd's run: one that raises does not come to the hook that resets these.
+If a backward raises, the hook that resets the addresses is not called. They count for the run of that number only.
 """
 
 
 number_of_run: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001 - it has no public name
-"""Returns the number of the run of autograd that calls; -1 outside."""
+"""Returns the number of the present run of autograd; -1 outside of one."""
 
 
 def is_unreached(weight: Tensor) -> bool:
-    """Return whether the compiled backward that runs now gives a weight no gradient, so that what it computes is 0."""
+    """Return whether the compiled backward that runs now is to give a weight no gradient instead of zeros."""
     run, addresses = UNREACHED.get()
     return run == number_of_run() and (addresses is None or weight.data_ptr() in addresses)
 

@@ -542,7 +542,7 @@ def _parse_module(module: fx.GraphModule, first_name: dict[str, str], model: nn.
 
 
 def _find_buffer(constant: object, buffers: Sequence[tuple[str, Tensor]]) -> str:
-    """Return the name of the buffer that a constant is; empty if it is none."""
+    """Return the name of the buffer whose memory a constant of the trace has; empty if there is no such buffer."""
     if not _has_memory(constant):
         return ""
     sharing = [(name, one) for name, one in buffers if _has_memory(one) and _storage_of(one) == _storage_of(constant)]
