@@ -153,9 +153,18 @@ class PositiveSum(TwoHeads):
         return first, second[second > 0].sum()
 
 
-def test_an_unused_output_may_have_sizes_that_depend_on_values(monkeypatch):
+@pytest.fixture
+def _sizes_may_depend_on_values():
+    config = torch._dynamo.config
+    before = config.capture_dynamic_output_shape_ops
+    config.capture_dynamic_output_shape_ops = True
+    yield
+    config.capture_dynamic_output_shape_ops = before  # pytest's monkeypatch would delete the option
+
+
+@pytest.mark.usefixtures("_sizes_may_depend_on_values")
+def test_an_unused_output_may_have_sizes_that_depend_on_values():
     expected = plain_loop(PositiveSum(), OPTIMIZERS["sgd"], [first_loss] * 3)
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     actual = train(PositiveSum(), OPTIMIZERS["sgd"], "solo", cross_sample="accept")
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
