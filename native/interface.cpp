@@ -184,6 +184,10 @@ CP_API double cp_find_magnitudes(const void* const* tensors, const uint64_t* cou
                                  uint32_t dtype, int32_t max_threads, double* largest) {
   return cp::find_magnitudes(tensors, counts, num_tensors, static_cast<cp::Dtype>(dtype), max_threads, largest);
 }
+CP_API void cp_find_edge_magnitudes(const void* const* matrices, const uint64_t* rows, const uint64_t* columns,
+                                    uint64_t num_matrices, uint32_t dtype, double* largest) {
+  cp::find_edge_magnitudes(matrices, rows, columns, num_matrices, static_cast<cp::Dtype>(dtype), largest);
+}
 CP_API int32_t cp_linear(const cp::LinearArgs* layer) { return cp::linear(*layer); }
 CP_API int32_t cp_cross_entropy(const cp::CrossEntropyArgs* given, cp::LossSum* lost) {
   return cp::cross_entropy(*given, *lost);

@@ -69,6 +69,15 @@ uint64_t largest_bits(LargestBits read, const void* data, size_t count, size_t e
   return std::max(rest, *std::max_element(largest.begin(), largest.end()));
 }
 
+template <class T>
+uint64_t largest_bits_of_column(const void* data, size_t rows, size_t columns) {
+  const T* bits = static_cast<const T*>(data);
+  constexpr T without_sign = static_cast<T>(~T(0)) >> 1;
+  T largest = 0;
+  for (size_t row = 0; row < rows; row++) largest = std::max(largest, static_cast<T>(bits[row * columns] & without_sign));
+  return largest;
+}
+
 }  // namespace
 
 double find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors, Dtype dtype,
@@ -81,6 +90,19 @@ double find_magnitudes(const void* const* tensors, const uint64_t* counts, uint6
     largest_of_all = std::max(largest_of_all, bits);
   }
   return from_bits(largest_of_all, dtype);
+}
+
+void find_edge_magnitudes(const void* const* matrices, const uint64_t* rows, const uint64_t* columns,
+                          uint64_t num_matrices, Dtype dtype, double* largest) {
+  static const LargestBits read = choose();
+  const size_t element_size = size_of(dtype);
+  const auto read_column = element_size == 2   ? largest_bits_of_column<uint16_t>
+                           : element_size == 4 ? largest_bits_of_column<uint32_t>
+                                               : largest_bits_of_column<uint64_t>;
+  for (uint64_t k = 0; k < num_matrices; k++) {
+    uint64_t row = read(matrices[k], 0, columns[k], element_size);
+    largest[k] = from_bits(std::max(row, read_column(matrices[k], rows[k], columns[k])), dtype);
+  }
 }
 
 }  // namespace cp

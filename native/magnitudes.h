@@ -12,4 +12,8 @@ namespace cp {
 double find_magnitudes(const void* const* tensors, const uint64_t* counts, uint64_t num_tensors, Dtype dtype,
                        int32_t max_threads, double* largest);
 
+// largest[k] = max |x| over the first row and the first column of matrix k, which is contiguous and has elements.
+void find_edge_magnitudes(const void* const* matrices, const uint64_t* rows, const uint64_t* columns,
+                          uint64_t num_matrices, Dtype dtype, double* largest);
+
 }  // namespace cp

@@ -98,3 +98,20 @@ def test_segments_end_exactly_where_a_forward_or_a_backward_ends(row, expected):
 )
 def test_an_evaluation_keeps_only_forwards_and_what_they_need(row, expected):
     assert " ".join(map(format_instruction, forward_only(words(row)))) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("F0.0 B0.0 F0.1 B0.1 commit@0 U0", [True, False]),
+        ("B1.0 B0.0 B1.1 B0.1 commit@0 U0 U1", [True, False]),
+        ("B1.0 B0.0 B1.1 all_reduce(grad1)@0,1 B0.1 all_reduce(grad0)@0,1", [True, False, False]),
+        ("B1.0 B0.0 reduce_scatter(grad1)@0,1 B1.1 B0.1", [False, False]),
+        ("B0.0 commit@0 U0 B0.1 commit@0 U0", [False, False]),
+        ("B0.0 all_gather(weight0)@0,1 F0.1 B0.1", [True, False]),
+        ("B0.0 free(grad0) B0.1", [False, False]),
+        ("Bi0.0 Bw0.0 Bi0.1 Bw0.1", [True, True, True, False]),
+    ],
+)
+def test_a_backward_accumulates_if_the_next_use_of_its_gradients_is_another_backward(row, expected):
+    assert [call.accumulates for call, _, _ in fuse(words(row)) if isinstance(call, BackwardRun)] == expected

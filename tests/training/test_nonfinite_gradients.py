@@ -206,3 +206,24 @@ class Huge(torch.autograd.Function):
 def test_losses_alone_are_checked_if_asked():
     _, state = train(planted(), "data(2)", marked_data(step=0, sample=1)[:1], check_finite="loss")
     assert any(bool(value.isnan().any()) for value in state.values())
+
+
+class MaskedSquareRoot(nn.Module):
+    """Its output is finite for samples of zeros, too, but the gradient of its input is not."""
+
+    def forward(self, x):
+        is_marked = (x[:, :1] == 0).expand_as(x)
+        return torch.where(is_marked, 0.0, x.clamp_min(0).sqrt())
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero(2, level=2)", "pipeline(2)", "gpipe(2)"])
+@pytest.mark.parametrize("sample", [1, 7, 10])
+def test_the_microbatch_that_makes_a_large_product_bad_is_named(strategy, sample):
+    """Its gradient is read whole only after the last microbatch."""
+    model = build_seeded(
+        lambda: nn.Sequential(nn.Linear(160, 160, bias=False), MaskedSquareRoot(), nn.Linear(160, 3), nn.Linear(3, 3))
+    )
+    inputs, targets = torch.randn(12, 160, dtype=torch.float64), torch.arange(12) % 3
+    inputs[sample] = 0.0
+    with pytest.raises(cp.DataError, match=rf"the gradient of 0.weight in microbatch {sample // 3} on rank"):
+        train(model, strategy, [(inputs, targets)])

@@ -39,6 +39,9 @@ from counterpoint.program.instruction import (
 )
 from counterpoint.program.program import shift_microbatch
 
+GRADIENTS = frozenset({"grad", "delayed_grad"})
+"""Names of tensors that are gradients of a unit."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
@@ -64,7 +67,8 @@ class RecomputeRun:
 class BackwardRun:
     """Backward of blocks ``last`` down to ``first`` on one microbatch, or its input or weight part.
 
-    Reductions in ``overlapping`` may start before it has finished.
+    Reductions in ``overlapping`` may start before it has finished. ``accumulates`` says that a later backward adds to
+    all gradients of this one before anything else uses them.
     """
 
     first: int
@@ -73,6 +77,7 @@ class BackwardRun:
     version: int = 0
     part: Literal["", "input", "weight"] = ""
     overlapping: tuple[Collective, ...] = ()
+    accumulates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +199,7 @@ def fuse(instructions: Sequence[Instruction], overlap: OverlapMap = MappingProxy
         overlap: the reductions that may start during a backward, by the backward's index.
     """
     calls = []
-    start = 0
+    start, accumulating = 0, find_accumulating(instructions)
     while start < len(instructions):
         stop = start + 1
         while stop < len(instructions) and fuses_with(instructions[stop - 1], instructions[stop]):
@@ -202,9 +207,37 @@ def fuse(instructions: Sequence[Instruction], overlap: OverlapMap = MappingProxy
         call = _fuse_run(instructions[start:stop])
         if isinstance(call, BackwardRun) and stop - 1 in overlap:
             call = replace(call, overlapping=overlap[stop - 1])
+        if isinstance(call, BackwardRun) and accumulating.issuperset(range(start, stop)):
+            call = replace(call, accumulates=True)
         calls.append(FusedCall(call, start, stop))
         start = stop
     return tuple(calls)
+
+
+def find_accumulating(instructions: Sequence[Instruction]) -> set[int]:
+    """Return the indices of the backwards to whose gradients a later one adds before anything else uses them.
+
+    Args:
+        instructions: the rank's program.
+    """
+    found, continued = set(), set[int]()  # blocks that a later backward adds to
+    for index in reversed(range(len(instructions))):
+        match instructions[index]:
+            case Backward(block, part=part):
+                if block in continued:
+                    found.add(index)
+                if part != "input":
+                    continued.add(block)
+            case Update(unit) | SwapGradBuffers(unit):
+                continued.difference_update(unit)
+            case Commit() | ApplyPushes():
+                continued.clear()
+            case Collective(tensor=tensor) | Send(tensor) | Recv(tensor) | Push(tensor) | Free(tensor):
+                if tensor.name in GRADIENTS:
+                    continued.difference_update(tensor.blocks)
+            case _:
+                pass
+    return found
 
 
 def _fuse_run(instructions: Sequence[Instruction]) -> RuntimeCall:

@@ -430,7 +430,7 @@ class Interpreter:
                 self.executor.forward(first, last, micro, version)
             case RecomputeRun(first, last, micro, version):
                 self.executor.recompute(first, last, micro, version)
-            case BackwardRun(first, last, micro, version, part="", overlapping=overlapping):
+            case BackwardRun(first, last, micro, version, "", overlapping, accumulates):
                 with (
                     self.communication.overlap.overlap_backward(
                         overlapping, perf_counter if isinstance(self.clock, EventClock) else self.clock
@@ -438,11 +438,11 @@ class Interpreter:
                     if overlapping
                     else nullcontext()
                 ):
-                    self.executor.backward(first, last, micro, version)
+                    self.executor.backward(first, last, micro, version, accumulates=accumulates)
             case BackwardRun(first, last, micro, part="input"):
                 self.executor.backward_input(first, last, micro)
-            case BackwardRun(first, last, micro):
-                self.executor.backward_weight(first, last, micro)
+            case BackwardRun(first, last, micro, accumulates=accumulates):
+                self.executor.backward_weight(first, last, micro, accumulates=accumulates)
             case CollectiveRun(instructions):
                 self.run_collectives(instructions)
             case Send(tensor, peer, codec):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from counterpoint.fabric.shm.magnitudes import find_magnitude, find_magnitudes
+from counterpoint.fabric.shm.magnitudes import find_edge_magnitudes, find_magnitude, find_magnitudes
 from counterpoint.runtime.params.grad_check import GradCheck, GradReport, ParamGroup
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -152,3 +152,52 @@ def test_nothing_is_read_outside_of_a_backward_or_if_disabled():
     with disabled.check_backward(0, ParamGroup({})):
         disabled.check(["a"], [bad])
     assert check.take_report([0]) == disabled.take_report([0]) == GradReport()
+
+
+def accumulate(check, layer, micro, product, *, accumulates):
+    """Add a product to the gradient of a layer's weight in the backward of a microbatch."""
+    with check.check_backward(micro, ParamGroup(dict(layer.named_parameters())), accumulates=accumulates):
+        for param, grad in zip(layer.parameters(), [product, product.sum(1)], strict=False):
+            param.grad = grad.clone() if param.grad is None else param.grad.add_(grad)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("factor", [0, 1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_microbatch_that_made_a_sum_of_products_bad_is_reported(has_bias, factor, bad):
+    layer, check = nn.Linear(200, 300, bias=has_bias), GradCheck(is_enabled=True)
+    for micro in range(4):
+        factors = torch.randn(5, 300), torch.randn(5, 200)
+        if micro == 2:
+            factors[factor][3, 77] = bad
+        accumulate(check, layer, micro, factors[0].T @ factors[1], accumulates=micro < 3)
+    report = check.take_report(range(4))
+    assert (report.micro, report.name in {"weight", "bias"}) == (2, True)
+
+
+def test_a_sum_that_overflows_within_is_reported_with_its_microbatches():
+    layer, check = nn.Linear(200, 300, bias=False), GradCheck(is_enabled=True)
+    for micro in range(4):
+        product = torch.zeros(300, 200)
+        product[7, 9] = 2e38
+        accumulate(check, layer, micro, product, accumulates=micro < 3)
+    assert check.take_report(range(4))[:2] == (3, "weight (summed since microbatch 0)")
+
+
+def test_what_is_deferred_is_read_although_no_backward_is_the_last():
+    layer, check = nn.Linear(200, 300, bias=False), GradCheck(is_enabled=True)
+    product = torch.zeros(300, 200)
+    product[7, 9] = math.nan
+    accumulate(check, layer, 0, product, accumulates=True)
+    assert check.take_report(range(4))[:2] == (0, "weight")
+    check.begin_step()
+    assert check.take_report(range(4)) == GradReport()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_edges_are_those_of_torch(dtype):
+    matrices = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype) for shape in [(3, 5), (70, 2)]]
+    expected = [max(m[0].abs().max(), m[:rows, 0].abs().max()) for m, rows in zip(matrices, (3, 40), strict=True)]
+    assert find_edge_magnitudes(matrices, [3, 40]) == [*map(float, expected)]
+    strided = [matrix.T.contiguous().T for matrix in matrices]
+    assert find_edge_magnitudes(strided, [3, 40]) == [*map(float, expected)]

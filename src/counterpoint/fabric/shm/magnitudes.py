@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.fabric.shm.native import DTYPES, native
-from counterpoint.fabric.shm.tensor_addresses import Addresses, AddressReader, Counts
+from counterpoint.fabric.shm.tensor_addresses import Addresses, AddressReader, Counts, make_counts
 from counterpoint.tensor_bytes import is_resolved
 
 DTYPE_OF, IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
@@ -122,6 +122,52 @@ def find_magnitude(tensor: Tensor) -> float:
     address, count, largest = c_void_p(tensor.data_ptr()), c_uint64(tensor.numel()), c_double()
     one, dtype, num_threads = c_uint64(1), DTYPES[tensor.dtype], torch.get_num_threads()
     return float(library.cp_find_magnitudes(byref(address), byref(count), one, dtype, num_threads, byref(largest)))
+
+
+def find_edge_magnitudes(matrices: Sequence[Tensor], num_rows: Sequence[int]) -> Sequence[float]:
+    """Return the largest magnitude in the first row and the first column of each matrix on the host.
+
+    Args:
+        matrices: to read.
+        num_rows: of how many rows the first column is read, of each.
+
+    Example:
+        >>> matrix = torch.tensor([[1.0, -2.0], [3.0, torch.inf]])
+        >>> find_edge_magnitudes([matrix, matrix], [2, 1])
+        [3.0, 2.0]
+    """
+    return EdgeReader(matrices, num_rows).read(matrices)
+
+
+class EdgeReader:
+    """Reads the largest magnitudes in the first rows and columns of matrices again and again.
+
+    Args:
+        examples: their dtypes, devices and shapes are those of all that is read.
+        num_rows: of how many rows the first column is read, of each.
+    """
+
+    def __init__(self, examples: Sequence[Tensor], num_rows: Sequence[int]) -> None:
+        dtypes, library = {*map(DTYPE_OF, examples)}, native().library
+        self._num_rows = num_rows
+        self._largest = (c_double * len(examples))()
+        self._addresses: AddressReader | None = None
+        if library is not None and len(dtypes) == 1 and dtypes <= FLOATS and all(map(IS_CPU, examples)):
+            dtype = dtypes.pop()
+            self._addresses = AddressReader(examples, dtype)
+            counts = make_counts(num_rows), make_counts(example.shape[1] for example in examples)
+            call: Any = library.cp_find_edge_magnitudes
+            self._rest = (*counts, c_uint64(len(examples)), DTYPES[dtype], self._largest)
+            self._call = call
+
+    def read(self, matrices: Sequence[Tensor]) -> Sequence[float]:
+        """Return the largest magnitude at the edges of each matrix."""
+        addresses = None if self._addresses is None else self._addresses.read(matrices)
+        if addresses is None:
+            edges = zip(matrices, self._num_rows, strict=True)
+            return [float(magnitude_tensor(torch.cat([matrix[0], matrix[:rows, 0]]))) for matrix, rows in edges]
+        self._call(addresses, *self._rest)
+        return self._largest[:]
 
 
 def magnitude_tensor(tensor: Tensor) -> Tensor:

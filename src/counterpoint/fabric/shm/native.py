@@ -240,6 +240,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...] | None]] = {
     "cp_read_addresses": (c_uint64, None),  # called by :class:`AddressReader`, with Python's lock held
     "cp_copy_tensors": (None, None),  # without argument types the call is faster
     "cp_find_magnitudes": (c_double, None),  # as above
+    "cp_find_edge_magnitudes": (None, None),
     "cp_linear": (c_int32, (POINTER(LinearArgs),)),
     "cp_cross_entropy": (c_int32, (POINTER(CrossEntropyArgs), POINTER(LossSum))),
     "cp_cross_entropy_backward": (None, (POINTER(CrossEntropyArgs),)),

@@ -794,8 +794,16 @@ class SegmentExecutor:
         self.loss_weights.update(self.pending_loss_weights.read())
         return self.loss_weights
 
-    def backward(self, first: int, last: int, micro: int, version: int = 0) -> None:
-        """Run blocks ``last`` down to ``first`` backward; gradients are added to those of the parameters."""
+    def backward(self, first: int, last: int, micro: int, version: int = 0, *, accumulates: bool = False) -> None:
+        """Run blocks ``last`` down to ``first`` backward; gradients are added to those of the parameters.
+
+        Args:
+            first: block.
+            last: block.
+            micro: the microbatch.
+            version: of the weights.
+            accumulates: whether a later backward adds to all these gradients before anything else uses them.
+        """
         if self.is_empty(micro):
             return
         stop = last + 1
@@ -807,7 +815,7 @@ class SegmentExecutor:
                 self.begin_microbatch(micro)
                 # the modes of the forward, because torch.utils.checkpoint recomputes inside backward
                 with (
-                    self.store.grad_check.check_backward(micro, self.trainable_params[block]),
+                    self.store.grad_check.check_backward(micro, self.trainable_params[block], accumulates=accumulates),
                     self.autocast(micro),
                     self.function_mode(block, micro, is_recompute=True),
                     self.swap_in(segment, version),
@@ -833,13 +841,14 @@ class SegmentExecutor:
         assert self.weight_grad_queue is not None, "split backwards need it"
         for start, stop in self.segment_bounds_reversed(first, last):
             with self.weight_grad_queue.recording() as jobs:
-                self.backward(start, stop - 1, micro)
+                self.backward(start, stop - 1, micro, accumulates=True)
             self.deferred_jobs[start, micro] = jobs
 
-    def backward_weight(self, first: int, last: int, micro: int) -> None:
-        """Compute the weight gradients that blocks have deferred."""
+    def backward_weight(self, first: int, last: int, micro: int, *, accumulates: bool = False) -> None:
+        """Compute the weight gradients that blocks have deferred; see :meth:`backward`."""
         for start, _ in self.segment_bounds_reversed(first, last):
-            with torch.no_grad(), self.store.grad_check.check_backward(micro, self.trainable_params[start]):
+            params = self.trainable_params[start]
+            with torch.no_grad(), self.store.grad_check.check_backward(micro, params, accumulates=accumulates):
                 for job in self.deferred_jobs.pop((start, micro)):
                     job()
 

@@ -31,11 +31,9 @@ from counterpoint.program.instruction import Collective
 from counterpoint.rpc.segments import discard_pages
 from counterpoint.runtime.optimizer_spec import clip_by_value, scale_grad
 from counterpoint.runtime.params.flat_layout import FlatLayout, ParamSlot, is_small
-from counterpoint.runtime.params.grad_check import GradCheck
+from counterpoint.runtime.params.grad_check import GradCheck, is_dense_matrix
 from counterpoint.runtime.params.sparse_grads import RowGrad, SparseGrads, add_rows
 
-MATRIX_DIMS = 2
-"""Number of dims of a weight whose gradient is a matrix product."""
 MIN_IN_PLACE_BYTES = 2 << 20
 """The size from which writing a matrix's gradient in place saves more than the call of Python that it costs."""
 
@@ -211,6 +209,7 @@ class FlatGrads(GradStorage):
 
     def collect_many(self, slots: Sequence[ParamSlot]) -> None:
         """Do :meth:`collect` for each; small ones are copied together, large ones one by one and freed at once."""
+        self.grad_check.check_deferred()
         flat, excluded = self.buffer(), self.filled_names.union(self.rows.slots)
         small = [slot for slot in slots if is_small(slot, self.layout) and slot.name not in excluded]
         self.grad_check.check_params({slot.name: self.params[slot.name] for slot in small})
@@ -421,7 +420,7 @@ def free_around(flat: Tensor, start: int, stop: int) -> Tensor:
 
 def is_large_matrix(param: nn.Parameter) -> bool:
     """Return whether backward may write a gradient to its memory directly, which saves time if it is large."""
-    return param.requires_grad and param.dim() == MATRIX_DIMS and param.is_cpu and param.nbytes >= MIN_IN_PLACE_BYTES
+    return param.requires_grad and is_dense_matrix(param, MIN_IN_PLACE_BYTES)
 
 
 def copy_small_grads(

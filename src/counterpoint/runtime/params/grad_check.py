@@ -11,6 +11,18 @@ the two factors are read::
 All other gradients are read once, in one call after the backward of each microbatch, or when they are moved away
 during it. A call for each, while it is in the cache, would take longer: Python itself is not in the cache after a
 product. Where the gradients are is kept for the update, which needs it, too.
+
+Where several microbatches add to the gradient of a large matrix, it is read once, after the last of them: what is not
+finite stays so. Which microbatch made it so is seen at its edges. An element of a factor that is not finite makes a
+whole row or column of the product not finite, and each of them crosses the first column or row (the first column need
+not be read where the layer has a bias, whose gradient is the sum of ``rows``)::
+
+    rows.T          inputs              product
+    a b c           g h i               . . ! .     h = inf: its column
+    d e f           j k l               ! ! ! !     b = nan: its row
+                                        . . ! .
+
+Only an overflow in the sum of finite products may be missed there. It is reported with the range of microbatches.
 """
 
 from __future__ import annotations
@@ -19,6 +31,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import NamedTuple
@@ -30,8 +43,10 @@ from torch import Tensor, nn
 
 from counterpoint.device.accelerator import Accelerator, HostCopy
 from counterpoint.fabric.shm.magnitudes import (
+    EdgeReader,
     FactorReader,
     MagnitudeReader,
+    find_edge_magnitudes,
     find_magnitude,
     find_magnitudes,
     magnitude_tensor,
@@ -39,6 +54,15 @@ from counterpoint.fabric.shm.magnitudes import (
 from counterpoint.fabric.shm.tensor_addresses import Addresses, Counts, copy_at, find_objects
 
 GRAD_OF, DTYPE_OF, IS_CPU = attrgetter("grad"), attrgetter("dtype"), attrgetter("is_cpu")
+
+MATRIX_DIMS = 2
+"""Number of dims of a weight whose gradient is a matrix product."""
+
+MIN_DEFERRED_BYTES = 1 << 16
+"""The size from which reading the edges of a gradient takes less time than reading it whole."""
+
+MAX_PARTS = 4
+"""Parts of a group that are kept: most often it is checked whole, without matrices, or without unused parameters."""
 
 ROUNDING_MARGIN = 0.5
 """Bounds up to this share of the largest number of a dtype are valid whatever the order of additions."""
@@ -103,6 +127,9 @@ class GradCheck:
         self._on_device: list[DeviceMagnitudes] = []  # which are read at the commit, or later
         self._copy: HostCopy | None = None  # of them
         self._checked: dict[str, tuple[int, int]] = {}  # memory and version of a gradient that was checked
+        self._accumulates = False  # whether a later backward adds to the gradients of this one
+        self._deferred: dict[str, DeferredCheck] = {}  # by parameter
+        self._new_edges: dict[str, Tensor] = {}  # of those that this backward has deferred
         self._readers: dict[str, MagnitudeReader] = {}  # of single gradients, by parameter
         self._factor_readers: dict[torch.dtype, FactorReader] = {}
         self.collected: CollectedGrads | None = None  # by the last check, for the update
@@ -110,6 +137,7 @@ class GradCheck:
     def begin_step(self) -> None:
         """Start a step, in which no gradient has been checked."""
         self._checked.clear()
+        self._deferred.clear()
         self.drop_collected()
 
     def drop_collected(self) -> None:
@@ -120,27 +148,31 @@ class GradCheck:
         """Forget everything."""
         self.micro = self._copy = None
         self.drop_collected()
-        for found in (self._nonfinite, self._shares, self._on_device, self._checked):
+        for found in (self._nonfinite, self._shares, self._on_device, self._checked, self._deferred, self._new_edges):
             found.clear()
 
     @contextmanager
-    def check_backward(self, micro: int, params: ParamGroup) -> Iterator[None]:
+    def check_backward(self, micro: int, params: ParamGroup, *, accumulates: bool = False) -> Iterator[None]:
         """Check the gradients that the backward inside computes.
 
         Args:
             micro: the microbatch.
             params: those that it may give a gradient.
+            accumulates: whether a later backward adds to all these gradients before anything else uses them.
         """
         if not self.is_enabled:
             yield
             return
-        self.micro = micro
+        self.micro, self._accumulates = micro, accumulates
         self.drop_collected()
         try:
             yield
-            self.check_group(params)
+            if accumulates:
+                self._check_accumulating(params)
+            else:
+                self._check_last(params)
         finally:
-            self.micro = None
+            self.micro, self._accumulates = None, False
 
     def check_group(self, group: ParamGroup) -> None:
         """Check the gradients that autograd has put on the parameters of a group."""
@@ -246,6 +278,80 @@ class GradCheck:
         if reader is None:
             self._readers[name] = reader = MagnitudeReader([grad])
         self._record_one(self.micro, name, reader.read_one(grad) / torch.finfo(grad.dtype).max)
+        self._deferred.pop(name, None)
+
+    def defer(self, name: str, grad: Tensor) -> bool:
+        """Let the gradient of a matrix be read after the last microbatch that adds to it; return whether that is later.
+
+        Args:
+            name: of the matrix.
+            grad: its gradient in this microbatch and those before.
+        """
+        if not self._accumulates or not is_dense_matrix(grad, MIN_DEFERRED_BYTES):
+            return False
+        self._add_deferred(name, grad)
+        self._new_edges[name] = grad
+        return True
+
+    def _add_deferred(self, name: str, grad: Tensor) -> None:
+        assert self.micro is not None, "a backward runs"
+        deferred = self._deferred.get(name)
+        if deferred is None:
+            self._deferred[name] = DeferredCheck(grad, self.micro, self.micro)
+        else:
+            deferred.grad, deferred.last = grad, self.micro
+
+    def check_deferred(self) -> None:
+        """Read whole all gradients whose check is deferred."""
+        while self._deferred:
+            self._check_deferred_one(next(iter(self._deferred)))
+
+    def _check_deferred_one(self, name: str) -> None:
+        deferred = self._deferred[name]
+        share = find_magnitude(deferred.grad) / torch.finfo(deferred.grad.dtype).max
+        self._record_one(deferred.last, name, share)
+        del self._deferred[name]
+
+    def _check_accumulating(self, group: ParamGroup) -> None:
+        """Check the gradients of a group, to which a later backward adds, whole or at their edges."""
+        self.check_group(group.without((*group.matrices,)))
+        if self._new_edges:
+            num_rows = [group.num_edge_rows.get(name, len(grad)) for name, grad in self._new_edges.items()]
+            self._record_edges(self._new_edges, find_edge_magnitudes([*self._new_edges.values()], num_rows))
+            self._new_edges.clear()
+        grads: list[Tensor] = []
+        left_out: list[str] = []
+        for name, param in group.matrices.items():
+            grad = param.grad
+            if grad is None or (name in self._checked and self._checked[name] == _version_of(grad)):
+                left_out.append(name)
+            elif grad.is_sparse or has_hooks(param):  # a hook may change any element
+                left_out.append(name)
+                self.check((name,), (grad,))
+            else:
+                self._add_deferred(name, grad)
+                grads.append(grad)
+        if grads:
+            part = group.without((*left_out,))
+            self._record_edges(part.matrices, part.edges.read(grads))
+
+    def _record_edges(self, names: Iterable[str], magnitudes: Iterable[float]) -> None:
+        assert self.micro is not None, "a backward runs"
+        for name, magnitude in zip(names, magnitudes, strict=True):
+            if not magnitude < math.inf:  # true for nan, too
+                self._nonfinite.setdefault(self.micro, name)
+
+    def _check_last(self, group: ParamGroup) -> None:
+        """Check the gradients of a group, to which no later backward adds, whole."""
+        ended = [name for name in self._deferred if name in group.params]
+        for name in ended:
+            if group.params[name].grad is self._deferred[name].grad:
+                self._checked.pop(name, None)
+            else:  # not on the parameter, and no product of this backward
+                self._check_deferred_one(name)
+        self.check_group(group)
+        for name in ended:
+            self._deferred.pop(name, None)
 
     def mark_checked(self, name: str, grad: Tensor) -> None:
         """Let :meth:`check_params` pass over a parameter's gradient until it changes."""
@@ -258,7 +364,7 @@ class GradCheck:
         if is_finite:
             self._shares[micro] = max(self._shares.get(micro, 0.0), share)
         else:
-            self._nonfinite.setdefault(micro, name)
+            self._record_nonfinite(micro, name)
         return is_finite
 
     def _record_magnitudes(
@@ -271,7 +377,16 @@ class GradCheck:
             self._shares[micro] = max(self._shares.get(micro, 0.0), share)
         else:
             first = int(np.flatnonzero(~np.isfinite(magnitudes))[0])
-            self._nonfinite.setdefault(micro, list(names)[first])
+            self._record_nonfinite(micro, list(names)[first])
+
+    def _record_nonfinite(self, micro: int, name: str) -> None:
+        """Record a gradient that is not finite; with the microbatches that it sums if it is not seen at its edges."""
+        deferred = self._deferred.get(name)
+        if deferred is not None and deferred.first != micro:
+            (at_edges,) = find_edge_magnitudes([deferred.grad], [len(deferred.grad)])
+            if at_edges < math.inf:
+                name = f"{name} (summed since microbatch {deferred.first})"
+        self._nonfinite.setdefault(micro, name)
 
     def start_copy_to_host(self) -> HostCopy | None:
         """Start to copy what a report will need from the device; None if there is nothing."""
@@ -282,6 +397,7 @@ class GradCheck:
 
     def take_report(self, scope: Collection[int]) -> GradReport:
         """Return what is known of the gradients of some microbatches, and forget it; wait for those on a device."""
+        self.check_deferred()
         copy = self._copy if self._copy is not None else self.start_copy_to_host()
         found, self._on_device, self._copy = self._on_device, [], None
         for one, values in _split_by_check(found, copy):
@@ -329,17 +445,26 @@ class ParamGroup:
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self.params = params
+        self.matrices = {name: param for name, param in params.items() if is_dense_matrix(param, MIN_DEFERRED_BYTES)}
+        self.num_edge_rows = {name: find_num_edge_rows(name, params) for name in self.matrices}
         self.reader = MagnitudeReader([*params.values()])
         self._objects = find_objects(params.values())
         self._parts: dict[tuple[str, ...], ParamGroup] = {}  # without some parameters
         self._equal: Mapping[str, nn.Parameter] | None = None  # that was seen to have these parameters
 
+    @cached_property
+    def edges(self) -> EdgeReader:
+        """Reader of the edges of the matrices' gradients."""
+        return EdgeReader([*self.matrices.values()], [*self.num_edge_rows.values()])
+
     def without(self, names: tuple[str, ...]) -> ParamGroup:
-        """Return the group without some parameters, which are the same in most steps."""
+        """Return the group without some parameters, which are the same in most steps and microbatches."""
         if not names:
             return self
         if names not in self._parts:
-            self._parts = {names: ParamGroup({name: p for name, p in self.params.items() if name not in names})}
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
+            self._parts[names] = ParamGroup({name: p for name, p in self.params.items() if name not in names})
         return self._parts[names]
 
     def find_weights(self) -> Addresses | None:
@@ -355,6 +480,31 @@ class ParamGroup:
         if self._equal is not params and is_same_sequence(params.values(), self.params.values()):
             self._equal = params
         return self._equal is params
+
+
+def is_dense_matrix(tensor: Tensor, min_bytes: int) -> bool:
+    """Return whether a tensor is a dense matrix on the host with at least so many bytes."""
+    is_matrix = tensor.dim() == MATRIX_DIMS and tensor.layout == torch.strided
+    return is_matrix and tensor.is_cpu and tensor.nbytes >= min_bytes
+
+
+def has_hooks(param: nn.Parameter) -> bool:
+    """Return whether a parameter has hooks on its gradient."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # noqa: SLF001 - they have no public name
+
+
+def find_num_edge_rows(name: str, params: Mapping[str, nn.Parameter]) -> int:
+    """Return of how many rows of a weight's gradient the first column is read, besides the first row.
+
+    A row is not finite if an element of the gradient of the layer's output is not. Then the gradient of the bias, which
+    is the sum of these, is not finite either, and it is read whole.
+
+    Args:
+        name: of the weight.
+        params: by name, with its layer's bias if there is one.
+    """
+    bias = params.get(f"{name.removesuffix('weight')}bias")
+    return 1 if bias is not None and bias.requires_grad and bias.shape == params[name].shape[:1] else len(params[name])
 
 
 def is_same_sequence(first: Collection[object], second: Collection[object]) -> bool:
@@ -394,6 +544,21 @@ class CollectedGrads:
     def copy_to(self, into: Tensor, starts: Counts) -> None:
         """Copy the gradients into a contiguous tensor of their dtype, each to where it starts there."""
         copy_at(self.addresses, self.counts, starts, into)
+
+
+@dataclass(slots=True)
+class DeferredCheck:
+    """A gradient of a matrix that has to be read whole after the last microbatch that adds to it.
+
+    Args:
+        grad: the sum over microbatches.
+        first: the first microbatch.
+        last: the last one until now.
+    """
+
+    grad: Tensor
+    first: int
+    last: int
 
 
 class DeviceMagnitudes(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from counterpoint.runtime.params.flat_grads import is_large_matrix
 from counterpoint.runtime.params.flat_layout import ParamSlot
 from counterpoint.runtime.params.flat_params import FlatParams
-from counterpoint.runtime.params.grad_check import GradCheck
+from counterpoint.runtime.params.grad_check import GradCheck, has_hooks
 from counterpoint.runtime.params.sparse_grads import RowGrad, add_rows
 
 
@@ -50,7 +50,7 @@ class FlatGradSink:
     @property
     def has_user_hooks(self) -> bool:
         """Whether code outside the runtime has a hook on the gradient."""
-        return not self.is_shared and has_user_hooks(self.flat_params.params[self.slot.name])
+        return not self.is_shared and has_hooks(self.flat_params.params[self.slot.name])
 
     def target(self) -> tuple[Tensor, bool]:
         """Return the memory, in the weight's shape, and whether to add to what is there."""
@@ -62,7 +62,7 @@ class FlatGradSink:
 
     def check(self, grad: Tensor, *, is_bounded: bool = False) -> None:
         """Check a gradient that was written here, unless its factors have shown that it is finite."""
-        if not is_bounded:
+        if not is_bounded and not self.state.grad_check.defer(self.slot.name, grad):
             self.state.grad_check.check_one(self.slot.name, grad)
 
     def add(self, row_grad: RowGrad) -> None:
@@ -90,7 +90,7 @@ class ParamGradSink(NamedTuple):
     @property
     def has_user_hooks(self) -> bool:
         """Whether code outside the runtime has a hook on the gradient."""
-        return has_user_hooks(self.param)
+        return has_hooks(self.param)
 
     @property
     def accepts_grads(self) -> bool:
@@ -120,7 +120,7 @@ class ParamGradSink(NamedTuple):
 
     def check(self, grad: Tensor, *, is_bounded: bool = False) -> None:
         """Let a gradient be that its factors have shown to be finite; others are checked after the backward."""
-        if is_bounded:
+        if is_bounded or self.state.grad_check.defer(self.name, grad):
             self.state.grad_check.mark_checked(self.name, grad)
 
     def add(self, row_grad: RowGrad) -> None:
@@ -134,11 +134,6 @@ class ParamGradSink(NamedTuple):
             target.index_add_(0, *row_grad.expand())
         self.state.grad_check.check_rows(self.name, row_grad.values, len(row_grad.rows))
         self.state.grad_check.mark_checked(self.name, target)
-
-
-def has_user_hooks(param: nn.Parameter) -> bool:
-    """Return whether a parameter has hooks on its gradient."""
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # noqa: SLF001 - they have no public name
 
 
 def find_flat_sinks(
