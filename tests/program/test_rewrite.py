@@ -7,7 +7,6 @@ from counterpoint.program.rewrite import (
     forward_blocks,
     grad_completion_index,
     insert_before_commit,
-    is_free_of,
     order_by_grad_completion,
     replicate,
     shift_ranks,
@@ -69,11 +68,8 @@ def test_units_come_in_the_order_in_which_their_gradients_are_complete():
     assert order_by_grad_completion(rank_program, [(0,), (1,), (2,), (0, 2), (9,)]) == [(9,), (2,), (1,), (0,), (0, 2)]
 
 
-def test_a_rank_program_knows_its_blocks_and_an_instruction_what_it_releases():
+def test_a_rank_program_knows_the_blocks_of_its_prologue_and_of_its_body():
     assert forward_blocks(parse_program("F3.0 F1.0 | F1.+1 | B1.+1").rank_programs[0]) == {1, 3}
-    assert is_free_of(parse_instruction("free(grad0)"), "grad")
-    assert not is_free_of(parse_instruction("free(grad0)"), "weight")
-    assert not is_free_of(parse_instruction("U0"), "grad")
 
 
 def test_an_empty_program_has_no_ranks():

@@ -84,14 +84,6 @@ def is_part(path: Path) -> bool:
     return _PART.fullmatch(path.name) is not None
 
 
-def find_quick_flaws(folder: Path) -> list[str]:
-    """Return the flaws of a checkpoint that are visible in its manifest and the sizes of its files."""
-    try:
-        return find_size_flaws(folder, parse_manifest(folder / MANIFEST))
-    except CheckpointError as error:
-        return [str(error)]
-
-
 def find_size_flaws(folder: Path, manifest: CheckpointManifest) -> list[str]:
     """Return why the files of a checkpoint cannot be those of its manifest, without reading them."""
     return [flaw for record in manifest.files if (flaw := find_size_flaw(folder, record))]

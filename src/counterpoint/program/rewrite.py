@@ -13,7 +13,6 @@ from counterpoint.program.instruction import (
     Collective,
     Commit,
     Forward,
-    Free,
     Group,
     Instruction,
     Pull,
@@ -215,8 +214,3 @@ def backward_runs(rank_program: RankProgram) -> tuple[range, ...]:
         if block in run_starts or block - 1 != blocks[index - 1] or index == 0
     ]
     return tuple(range(blocks[a], blocks[b - 1] + 1) for a, b in pairwise([*starts, len(blocks)]))
-
-
-def is_free_of(instruction: Instruction, name: str) -> bool:
-    """Return whether an instruction frees a tensor of that name."""
-    return isinstance(instruction, Free) and instruction.tensor.name == name

@@ -27,23 +27,6 @@ from counterpoint.simulator.memory_traffic import COPY_PASSES, DECODE_PASSES, EN
 from counterpoint.world.cluster import Cluster, Link
 
 
-def ring_all_reduce_s(value_bytes: Fraction | float, num_ranks: int, link: Link) -> float:
-    """Predict how long a ring all-reduce occupies every link of the ring.
-
-    Args:
-        value_bytes: size of the value on one rank.
-        num_ranks: members of the ring; 1 means nothing to do and costs 0.
-        link: the slowest link of the ring.
-
-    Returns:
-        Seconds: ``2 (n-1) (latency + value_bytes / n / bandwidth)``.
-
-    Source:
-        Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009.
-    """
-    return 2 * ring_reduce_scatter_s(value_bytes, num_ranks, link)
-
-
 def ring_reduce_scatter_s(value_bytes: Fraction | float, num_ranks: int, link: Link) -> float:
     """Predict how long a ring reduce-scatter, or a ring all-gather, occupies every link of the ring.
 

@@ -174,11 +174,6 @@ def max_difference(differences: Iterable[float]) -> float:
     return max((math.inf if math.isnan(difference) else difference for difference in differences), default=0.0)
 
 
-def local_results(names: Sequence[str], strategies: Sequence[str] = STRATEGIES) -> list[ParityResult]:
-    """Return the comparisons on local ranks, model by model, the single-process run first."""
-    return [check_parity(name, strategy) for name in names for strategy in ("solo", *strategies)]
-
-
 def strategies_for_processes(num_ranks: int) -> tuple[str, ...]:
     """Return the strategies that are compared on this number of processes."""
     if num_ranks == 3:

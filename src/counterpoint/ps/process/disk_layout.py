@@ -106,18 +106,8 @@ def read_records(path: Path) -> tuple[list[Any], int]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; check the disk") from error
 
 
-def write_durably(path: Path, value: object) -> None:
-    """Write a value to a file, durably, replacing the file atomically.
-
-    Args:
-        path: of the file; its folder is created if necessary.
-        value: see :func:`counterpoint.ps.write_ahead_log.encode_chunks`.
-    """
-    write_chunks(path, encode_chunks(value))
-
-
 def write_chunks(path: Path, chunks: list[Tensor]) -> None:
-    """Write these bytes to a file, as :func:`write_durably` does."""
+    """Write these bytes to a file, durably, replacing the file atomically; create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)

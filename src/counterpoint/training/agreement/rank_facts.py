@@ -327,11 +327,6 @@ def describe_option(value: object, annotation: str) -> str:
     return str(value) if isinstance(value, Precision | Compilation) else repr(value)
 
 
-def describe_scheduler(scheduler: optim.lr_scheduler.LRScheduler | None) -> str:
-    """Return the type of a learning rate scheduler and its settings."""
-    return "None" if scheduler is None else describe_object(scheduler, 0)
-
-
 def describe_function(function: object, depth: int = 0) -> str:
     """Return the name of a function or module, what it was made with, and a digest of its code.
 
