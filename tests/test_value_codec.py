@@ -121,7 +121,7 @@ def test_a_value_that_was_cut_or_lengthened_is_rejected(data):
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (message("[" * 100_000), "its header is no JSON"),
+        (message("[" * 100_000), "its header is not JSON"),
         (message('{"a": 1, "a": 2}'), "a name occurs twice"),
         (message("NaN"), "NaN is not a JSON number"),
         (message("-1e999"), "-1e999 is beyond the range of a float"),

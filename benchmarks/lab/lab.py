@@ -197,7 +197,7 @@ class Lab:
         """Lose packets from sources to targets where they come in, each by chance; 1 is a cut, 0 ends it.
 
         Raises:
-            LabError: the ratio is no ratio, a host is unknown, or packet rules are not possible here.
+            LabError: the ratio is not a ratio, a host is unknown, or packet rules are not possible here.
         """
         if not 0 <= ratio <= 1:
             raise LabError(f"ratio={ratio}: give a number from 0 (nothing is lost) to 1 (all is)")

@@ -53,7 +53,7 @@ def open_regular_file(path: Path, *, links: Links = "followed") -> BufferedReade
         links: whether the path may be a link.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file; nothing else is ever opened.
+        OSError: it cannot be opened, or is not a regular file; nothing else is ever opened.
     """
     _check_is_regular(_status(path, links=links), path)  # opening a device can already act
     no_follow = os.O_NOFOLLOW if links == "refused" else 0
@@ -75,7 +75,7 @@ def read_regular_file(path: Path, *, max_bytes: int, links: Links = "followed") 
         links: whether the path may be a link.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: it cannot be read, is not a regular file, or is larger.
     """
     with open_regular_file(path, links=links) as file:
         num_bytes = os.fstat(file.fileno()).st_size
@@ -94,7 +94,7 @@ def read_regular_text(path: Path, *, max_bytes: int = TEXT_MAX_BYTES, links: Lin
         links: whether the path may be a link.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: it cannot be read, is not a regular file, or is larger.
         UnicodeDecodeError: it is not UTF-8.
     """
     text = read_regular_file(path, max_bytes=max_bytes, links=links).decode("utf-8")

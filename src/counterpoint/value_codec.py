@@ -305,7 +305,7 @@ def parse_parts(data: bytes | bytearray | memoryview) -> tuple[JsonValue, memory
     try:
         tree = parse_json(memory[HEADER_SIZE.size : start].tobytes())
     except ValueError as error:
-        raise malformed_value(f"its header is no JSON ({ascii(str(error))[:80]})") from error
+        raise malformed_value(f"its header is not JSON ({ascii(str(error))[:80]})") from error
     payload = memory[start:]
     return tree, memoryview(bytearray(payload)) if payload.readonly else payload
 

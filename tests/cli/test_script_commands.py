@@ -156,10 +156,10 @@ def test_a_script_without_training_is_refused_by_every_command(project, command)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("show", "data(2)", "--", "--width", "8"), "--width 8 are arguments of a script, but data(2) is none"),
+        (("show", "data(2)", "--", "--width", "8"), "--width 8 are arguments of a script, but data(2) is not a script"),
         (("show", "data(2)", "--strategy", "solo"), "--strategy solo is for a script; data(2) is the plan to show"),
         (("show", "src/train.py", "--blocks", "3"), "src/train.py has a model of its own, and --blocks is 3"),
-        (("plan", "digits", "-n", "2", "--", "more"), "more are arguments of a script, but digits is none"),
+        (("plan", "digits", "-n", "2", "--", "more"), "more are arguments of a script, but digits is not a script"),
     ],
 )
 def test_options_that_are_not_for_what_is_named_are_refused(project, words, message):

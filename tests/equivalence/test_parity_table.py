@@ -54,7 +54,7 @@ def test_the_table_has_every_strategy_that_was_promised():
 
 
 def test_a_plan_that_trains_otherwise_is_not_taken_for_the_same():
-    """An asynchronous server is no layout: the comparison sees that its parameters are others."""
+    """An asynchronous server is not a layout: the comparison sees that its parameters are others."""
     assert parity.check_parity("mlp", "server(2, consistency=asp)").params > 1e-3
 
 

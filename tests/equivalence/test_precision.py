@@ -15,7 +15,7 @@ PLANS = ["pipeline(2)", "interleaved(2)", "zero_bubble(2)", "pipeline(2) * data(
 
 
 class Branches(nn.Module):
-    """Traced: it is no chain."""
+    """Traced: it is not a chain."""
 
     def __init__(self):
         super().__init__()

@@ -319,7 +319,7 @@ def test_nan_wins_on_whichever_rank_it_is(run_scenario):
 
 
 def narrow(fabric):
-    """In steps of 16 bits, 2048 + 1 + 1 would stay 2048, and 3 times 40000 is no number."""
+    """In steps of 16 bits, 2048 + 1 + 1 would stay 2048, and 3 times 40000 is not a number."""
     actual = []
     for ask in ("sum", "mean"):
         own = torch.tensor([[2048.0, 1.0, 1.0][fabric.rank]] if ask == "sum" else [40000.0], dtype=torch.float16)

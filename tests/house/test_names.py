@@ -53,6 +53,9 @@ RETIRED = {
     "twins": "replica group",
     "verdict": "step result",
 }
+DENIED_NOUN = re.compile(
+    r"(?<![Tt]here )\b(?:is|are) (?:none(?=[;.(]| \()|no (?!longer|more|other|wider|narrower|faster)[a-z])"
+)
 PLACE = re.compile(r"\((?:grad|weight|late)?\d")  # of every retired instruction, and found at once by its parenthesis
 RETIRED_INSTRUCTION = re.compile(
     r"(?<![\w.])(?:sum|share|join|copy|mean|tell|serve|take|draw:[\d.]+|swap|release)(?::\w+)?\((?:grad|weight|late)?\d[\d,+]*\)"
@@ -127,6 +130,13 @@ def test_no_retired_word_is_left_in_a_page():
         for word in retired_words(page.read_text(encoding="utf-8"))
     ]
     assert not left
+
+
+def test_a_text_says_what_a_value_is_not_in_plain_english():
+    """``x is not a number``, where this project used to say that it is no number, or is none."""
+    texts = [(name_of(page), page.read_text(encoding="utf-8")) for page in PAGES if "decisions" not in page.parts]
+    texts += [(f"{name_of(path)}:{line}", text) for path in FILES for text, line in strings(path)]
+    assert not [f"{place}: {result[0]}" for place, text in texts for result in DENIED_NOUN.finditer(text)]
 
 
 def test_no_program_text_has_a_retired_instruction():

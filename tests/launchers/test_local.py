@@ -318,7 +318,7 @@ def test_what_cannot_start_is_refused(argv, ranks, port, text):
                                    {"timeout_s": math.nan}])  # fmt: skip
 def test_a_time_limit_that_never_passes_is_refused_before_a_rank_is_started(limit):
     with pytest.raises(
-        LaunchError, match=r"is no time limit; give a number of seconds (above 0|from 0 on), 2000000 at most"
+        LaunchError, match=r"is not a time limit; give a number of seconds (above 0|from 0 on), 2000000 at most"
     ):
         run_command([sys.executable], 1, **limit)
 

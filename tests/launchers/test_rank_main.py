@@ -85,7 +85,7 @@ def test_an_error_is_written_down_where_a_supervisor_asked_for_it(tmp_path, monk
 
 
 class MuteError(Exception):
-    """Has a text that cannot be made, a long name, and notes that are no texts."""
+    """Has a text that cannot be made, a long name, and notes that are not texts."""
 
     def __str__(self):
         raise RuntimeError("no text")

@@ -119,7 +119,7 @@ REFUSED = [
     (
         "slurm",
         replace(PLAIN, timeout_s=float("nan")),
-        "timeout=nan is no time limit; give a number of seconds above 0, ",
+        "timeout=nan is not a time limit; give a number of seconds above 0, ",
     ),
     ("slurm", replace(PLAIN, num_hosts=0), "0 hosts are not possible; give 1 or more"),
     ("slurm", replace(PLAIN, resources=ResourceRequest(cpus_per_rank=0)), "0 cores per rank are not possible"),

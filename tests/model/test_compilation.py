@@ -36,9 +36,12 @@ def test_spaces_and_defaults_are_left_out():
         ("all", "compile='all' is not one of segments, blocks, or None"),
         (True, "compile=True is a bool; give 'segments', 'blocks', a text such as"),
         ("segments(", "compile='segments(' cannot be read; give 'segments'"),
-        ("segments(dynamic=true)", "'dynamic=true' is no option of it, or there twice; the options are backend=..."),
-        ("segments(backend=)", "backend='' is no name; give one that torch.compile knows"),
-        ("blocks(mode=a b)", "mode='a b' is no name"),
+        (
+            "segments(dynamic=true)",
+            "'dynamic=true' is not an option of it, or there twice; the options are backend=...",
+        ),
+        ("segments(backend=)", "backend='' is not a name; give one that torch.compile knows"),
+        ("blocks(mode=a b)", "mode='a b' is not a name"),
     ],
 )
 def test_another_value_is_refused(value, text):

@@ -57,7 +57,7 @@ def test_jobs_with_one_second_as_integer_and_as_float_are_equal():
 BAD_JOBS = {
     "no heartbeat": lambda: Timeouts(heartbeat_s=0),
     "a negative limit": lambda: Timeouts(resend_s=-1.0),
-    "a limit that is no number": lambda: Timeouts(lease_s=math.nan),
+    "a limit that is not a number": lambda: Timeouts(lease_s=math.nan),
     "a limit that never passes": lambda: Timeouts(failure_timeout_s=math.inf),
     "tasks of a terabyte": lambda: DataConfig(num_slices=10**12, num_epochs=1),
     "a billion servers": lambda: JobConfig("job", Asp(), 10**9),

@@ -187,7 +187,7 @@ class ChangesPart(Net):
 
 
 class RefillsPart(ChangesPart):
-    """The half that it fills again is no buffer either."""
+    """The half that it fills again is not a buffer either."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +271,7 @@ class HoldsPrivateWeight(Net):
 
 @pytest.mark.parametrize(("kind", "name"), [(HoldsWeight, "entries"), (HoldsPrivateWeight, "_column")])
 def test_memory_of_a_parameter_in_a_list_or_a_private_attribute_is_refused(kind, name):
-    with pytest.raises(PlanError, match=f"{name} is no parameter, but has the memory of first.weight"):
+    with pytest.raises(PlanError, match=f"{name} is not a parameter, but has the memory of first.weight"):
         train(kind, "data(2)", 1)
 
 

@@ -105,7 +105,7 @@ def train(plan, changes):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_change_on_one_rank_is_named_on_all_of_them_at_once(plan, change):
-    """Under a pipeline it was a wait until the timeout; a mode that only one rank had changed was no error."""
+    """Under a pipeline it was a wait until the timeout; a mode that only one rank had changed was not an error."""
     num_ranks = PLANS[plan]
     changed = (list(PLANS).index(plan) + list(CHANGES).index(change)) % num_ranks
     answers = run_forked(train, ranks=num_ranks, args=(plan, {changed: change.__name__}))

@@ -148,7 +148,9 @@ class Unregistered(Twice):
 
 
 def test_a_weight_that_is_no_parameter_of_the_model_is_an_error():
-    with pytest.raises(cp.DataError, match=r"of the shape \(512, 512\) is no parameter of the model, but graphs write"):
+    with pytest.raises(
+        cp.DataError, match=r"of the shape \(512, 512\) is not a parameter of the model, but graphs write"
+    ):
         train(Unregistered, "solo", compile=COMPILED)
 
 

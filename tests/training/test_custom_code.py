@@ -375,9 +375,7 @@ class Alias(nn.Module):
 @pytest.mark.parametrize("kind", ["buffer", "attribute", "list"])
 def test_a_tensor_in_the_memory_of_a_parameter_is_refused(kind, strategy):
     """Ranks moved the parameter, so that the tensor kept its first values; nothing was said."""
-    text = (
-        r"^(seen is no parameter, but has the memory of first\.weight, |the forward of Alias reads first\.weight from)"
-    )
+    text = r"^(seen is not a parameter, but has the memory of first\.weight, |the forward of Alias reads first\.weight from)"
     with pytest.raises(cp.PlanError, match=text), step_of(Alias(kind), strategy) as step:
         step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
 

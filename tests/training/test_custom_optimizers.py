@@ -85,7 +85,7 @@ class CountsInAttribute(Own):
 
 class CountsInState(Own):
     def begin(self, group):
-        state: Any = self.state  # by a key that is no parameter
+        state: Any = self.state  # by a key that is not a parameter
         state["all"]["count"] = state["all"].get("count", 0) + 1
 
 
@@ -178,7 +178,7 @@ def test_steps_that_are_more_than_updates_of_parameters_are_refused_where_ranks_
 @pytest.mark.parametrize(
     ("optimizer", "kept"),
     [
-        (CountsInState, "state of all, which is no parameter"),
+        (CountsInState, "state of all, which is not a parameter"),
         (KeepsTensorInOptions, "tensors that it changes in the options total"),
     ],
 )

@@ -95,7 +95,7 @@ class Cached(Counter):
 
 
 class Centered(Counter):
-    """Subtracts a running mean over samples, which it keeps in a tensor that is no buffer."""
+    """Subtracts a running mean over samples, which it keeps in a tensor that is not a buffer."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """Models whose linear layers torchao has converted to products in fp8: as alone, or refused where scales are shared.
 
-torchao is no dependency of the tests, because transformers and peft import it wherever it is installed:
+torchao is not a dependency of the tests, because transformers and peft import it wherever it is installed:
 ``pip install --no-deps torchao`` runs them.
 """
 

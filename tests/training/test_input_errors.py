@@ -525,7 +525,7 @@ def test_an_error_of_torch_says_in_which_step_and_microbatch_it_was(strategy):
         *(
             (
                 {"timeout_s": limit},
-                r"^timeout_s=.* is no time to wait; give a positive number of seconds, 2000000 at most$",
+                r"^timeout_s=.* is not a time to wait; give a positive number of seconds, 2000000 at most$",
             )
             for limit in (0.0, float("nan"), float("inf"))
         ),

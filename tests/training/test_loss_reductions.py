@@ -167,7 +167,7 @@ def test_what_a_mean_is_computed_from_may_weigh_equally():
         (lambda output, targets: cp.WeightedMean(output.sum(), math.nan), "the weight of the WeightedMean .* is nan"),
         (
             lambda output, targets: cp.WeightedMean(output.sum(), 0),
-            r"has the total .* and the weight 0, so it is no mean",
+            r"has the total .* and the weight 0, so it is not a mean",
         ),
         (lambda output, targets: cp.WeightedMean(output, 1), r"the total of the WeightedMean .* has the shape \(6, 7"),
         (

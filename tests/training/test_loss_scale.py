@@ -362,16 +362,16 @@ def test_a_run_continues_with_the_scale_of_its_checkpoint_on_another_number_of_r
     [
         (
             0,
-            "loss_scale=0 is no positive number that float32 can hold in full precision (2^-126 to 2^127); give a "
+            "loss_scale=0 is not a positive number that float32 can hold in full precision (2^-126 to 2^127); give a "
             "power of two, as 65536",
         ),
-        (math.nan, "loss_scale=nan is no positive number"),
-        (math.inf, "loss_scale=inf is no positive number"),
-        (1e-50, "loss_scale=1e-50 is no positive number that float32 can hold in full precision (2^-126 to 2^127)"),
-        (1e-40, "loss_scale=1e-40 is no positive number that float32 can hold in full precision (2^-126 to 2^127)"),
+        (math.nan, "loss_scale=nan is not a positive number"),
+        (math.inf, "loss_scale=inf is not a positive number"),
+        (1e-50, "loss_scale=1e-50 is not a positive number that float32 can hold in full precision (2^-126 to 2^127)"),
+        (1e-40, "loss_scale=1e-40 is not a positive number that float32 can hold in full precision (2^-126 to 2^127)"),
         (torch.amp.GradScaler("cpu"), "loss_scale is a GradScaler, which scales in calls of backward and of the"),
-        (-2.0, "loss_scale=-2.0 is no positive number"),
-        (True, "loss_scale=True is no positive number"),
+        (-2.0, "loss_scale=-2.0 is not a positive number"),
+        (True, "loss_scale=True is not a positive number"),
         ("auto", "loss_scale='auto' is unknown; give a number, or 'dynamic'"),
     ],
 )
@@ -383,9 +383,9 @@ def test_a_scale_that_is_none_is_refused(value, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"init_scale": 0.0}, "init_scale=0.0 is no positive number"),
-        ({"growth_interval": 0}, "growth_interval=0 is no number of steps; give a whole number from 1 on"),
-        ({"hysteresis": 1.5}, "hysteresis=1.5 is no number of steps"),
+        ({"init_scale": 0.0}, "init_scale=0.0 is not a positive number"),
+        ({"growth_interval": 0}, "growth_interval=0 is not a number of steps; give a whole number from 1 on"),
+        ({"hysteresis": 1.5}, "hysteresis=1.5 is not a number of steps"),
         ({"growth_factor": 0.5}, "growth_factor=0.5 would let the scale shrink"),
         ({"backoff_factor": 1.0}, "backoff_factor=1.0 would not let the scale shrink"),
         ({"min_scale": 2.0**17}, "min_scale=131072.0 is more than init_scale=65536.0"),

@@ -93,7 +93,7 @@ class ReadsTheOneBefore:
 
 
 class KeepsTheLast(nn.Module):
-    """Keeps what is overwritten in each call, and a list, which are no state."""
+    """Keeps what is overwritten in each call, and a list, which are not state."""
 
     def __init__(self):
         super().__init__()

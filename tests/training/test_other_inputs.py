@@ -1,4 +1,4 @@
-"""Inputs and outputs that are no tensors have the value of this step, under every plan, or are refused."""
+"""Inputs and outputs that are not tensors have the value of this step, under every plan, or are refused."""
 
 import pytest
 import torch

@@ -135,8 +135,11 @@ def make(strategy_class):
             AllReduced,
             r"AllReduced is a class, and a plan has strategies; give one with its number of ranks, AllReduced\(2\)",
         ),
-        (len, "len is no strategy; give the text of a plan such as 'data\\(2\\)', or a frozen dataclass that inherits"),
-        ([cp.Data(2), 3], "int is no strategy"),
+        (
+            len,
+            "len is not a strategy; give the text of a plan such as 'data\\(2\\)', or a frozen dataclass that inherits",
+        ),
+        ([cp.Data(2), 3], "int is not a strategy"),
         (
             make(Unfinished),
             "the strategy Unfinished lacks 3 of its members:\naxis: the name of its axis of ranks, a text\nlower: lower.*\n"

@@ -301,7 +301,7 @@ def test_a_near_tie_that_rounding_turns_does_not_end_a_run():
 
 @pytest.mark.parametrize("kind", [DividedByTheLargest, BranchOnTheSign])
 def test_a_difference_that_rounding_does_not_explain_is_refused_near_a_tie_too(kind):
-    """One that is no near tie changes by far less if weights and inputs are rounded otherwise."""
+    """One that is not a near tie changes by far less if weights and inputs are rounded otherwise."""
     model, x = kind().double(), features(6, 4).double()
     with pytest.raises(PlanError, match="depends on the other samples of its batch"):
         require_sample_independence(model, (x,), "solo", 2)

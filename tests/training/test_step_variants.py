@@ -141,7 +141,7 @@ def test_sixteen_steps_send_the_bytes_of_their_formulas(strategy, sums):
 
 
 def poisoned():
-    """A dataset with inputs that are no numbers in one sample."""
+    """A dataset with inputs that are not numbers in one sample."""
     inputs, targets = dataset().tensors
     inputs[20] = float("nan")
     return torch.utils.data.TensorDataset(inputs, targets)

@@ -202,7 +202,7 @@ def require_regular(descriptor: int, path: Path) -> None:
         OSError: it is a pipe or a device.
     """
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OSError(errno.EINVAL, f"{path} is no regular file: remove it", str(path))
+        raise OSError(errno.EINVAL, f"{path} is not a regular file: remove it", str(path))
 
 
 def try_flock(descriptor: int, flock: Callable[[int, int], object]) -> LockState:

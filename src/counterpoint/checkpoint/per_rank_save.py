@@ -200,7 +200,7 @@ def _read_part(path: Path) -> RankPart:
         case {"num_ranks": int(num_ranks), "record": str(record), "state": dict(state)}:
             return RankPart(num_ranks, ShardRecord.from_json(record), state)
         case _:
-            raise CheckpointError(f"{name} is damaged: it is no description of a part")
+            raise CheckpointError(f"{name} is damaged: it is not a description of a part")
 
 
 def _commit_parts(draft: CheckpointDraft, keep: int | None, files: FileOps) -> Path:

@@ -287,7 +287,7 @@ def _find_header_flaws(name: str, header: bytes, shard: ShardRecord, step: int) 
 
 
 def _parse_header(header: bytes) -> dict[str, Any] | None:
-    """Return the header of a file, or None if it is none."""
+    """Return the header of a file, or None if that is not a JSON object."""
     try:
         found = parse_json_file(header[8:])
     except ValueError:

@@ -149,7 +149,7 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of an index.
 
     Raises:
-        CheckpointError: it is none, or a file lacks a tensor.
+        CheckpointError: the file is not an index, or a file lacks a tensor.
     """
     try:
         content = parse_json_file(read_regular_file(path, max_bytes=HEADER_MAX_BYTES))
@@ -173,7 +173,7 @@ def read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the name of each tensor of a safetensors file, and where it is.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such file.
+        CheckpointError: it cannot be read, or is not such a file.
     """
     try:
         with open_regular_file(path) as file:
@@ -203,7 +203,7 @@ def _parse_entry(path: Path, name: str, entry: Any, front: int, num_bytes: int) 
         num_bytes: of the file.
 
     Raises:
-        CheckpointError: the entry is none, or outside the file, or its dtype is not known.
+        CheckpointError: the entry is not that of a tensor, or is outside the file, or its dtype is not known.
     """
     flaw = CheckpointError(f"{path} is damaged: {name} has no dtype, shape and bytes inside the file")
     if not isinstance(entry, dict):

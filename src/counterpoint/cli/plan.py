@@ -218,7 +218,7 @@ def resolve_precision(text: str | None, workload: Workload | None, loaded_plan: 
     """Return what the plans are compared in: the precision of the option, of the script, or of the plan file.
 
     Raises:
-        PlanError: two of them differ, or the text is no precision.
+        PlanError: two of them differ, or the text is not a precision.
     """
     chosen = parse_precision(text)
     own = None if workload is None else parse_precision(workload.options.precision)

@@ -122,7 +122,7 @@ def read_compilation(text: str | None, *, is_counted: bool) -> Compilation | Non
     """Return the compilation that is to be measured, too.
 
     Raises:
-        PlanError: it is none, or operations are counted.
+        PlanError: the text is not a compilation, or operations are counted.
     """
     if is_counted and text is not None:
         raise PlanError("--roofline counts operations and compiles nothing; give one of --roofline and --compile")

@@ -93,7 +93,7 @@ def read_program(file: Path) -> Program:
 
     Raises:
         PlanError: the file cannot be read, or has no line.
-        ProgramError: it is no program.
+        ProgramError: it is not a program.
     """
     try:
         text = read_regular_text(file)

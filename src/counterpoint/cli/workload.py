@@ -170,5 +170,5 @@ def require_script(name: str | None, arguments: Sequence[str] | None) -> None:
     """
     if arguments and (name is None or not is_script(name)):
         raise PlanError(
-            f"{' '.join(arguments)} are arguments of a script, but {name or 'nothing'} is none; give SCRIPT.py"
+            f"{' '.join(arguments)} are arguments of a script, but {name or 'nothing'} is not a script; give SCRIPT.py"
         )

@@ -8,7 +8,7 @@
 
 ``fully_shard`` here only notes what it was called with. :func:`plan_arguments` reads the notes of a model, and returns
 the arguments with which ``parallelize`` and ``Trainer`` compute the same losses and weights. Which weights are gathered
-together differs in one place: parameters of the outermost module are no unit of their own, but parts of the units that
+together differs in one place: parameters of the outermost module form no unit of their own, but parts of the units that
 they run between, so that a rank holds them for a shorter time.
 
 Source: ``torch.distributed.fsdp.fully_shard`` of torch 2.13.
@@ -312,7 +312,7 @@ def _require_forward(module: object) -> None:
     """Check that a module can be a unit.
 
     Raises:
-        PlanError: it was given before, has no forward, or is no module.
+        PlanError: it was given before, has no forward, or is not a module.
     """
     if not isinstance(module, nn.Module):
         raise PlanError(f"fully_shard() got a {type(module).__name__}; give a module, or a list of modules")

@@ -190,7 +190,7 @@ def require_lowered(strategy: Strategy, program: object, num_ranks: int, num_mic
     """Return what a strategy has lowered a program to.
 
     Raises:
-        ProgramError: it is no program, or for another number of ranks or microbatches than the strategy says.
+        ProgramError: it is not a program, or for another number of ranks or microbatches than the strategy says.
     """
     if not isinstance(program, Program):
         raise ProgramError(
@@ -215,7 +215,7 @@ def require_estimated(strategy: Strategy, cost: object, num_ranks: int) -> CostE
     """Return the cost that a strategy has estimated.
 
     Raises:
-        ProgramError: it is no estimate, or of another number of ranks.
+        ProgramError: it is not an estimate, or of another number of ranks.
     """
     if not isinstance(cost, CostEstimate) or len(cost.ranks) != num_ranks:
         given = f"{len(cost.ranks)} ranks" if isinstance(cost, CostEstimate) else f"a {type(cost).__name__}"

@@ -142,7 +142,7 @@ def stack_samples(items: Sequence[object], indices: Sequence[int]) -> Any:  # no
         indices: of the samples, for errors.
 
     Raises:
-        DataError: a sample has no fields, a field is no tensor, array or number, or two samples differ in form.
+        DataError: a sample has no fields, a field is not a tensor, array or number, or two samples differ in form.
     """
     if all(map(_is_flat_tuple, items)):
         return _stack(items, indices)

@@ -214,7 +214,7 @@ def start_worker(number: int, reader: SampleReader, init: Callable[[int], None] 
         raise DataError(
             f"a {type(reader.dataset).__name__} cannot be sent to a loader's worker: {type(error).__name__}: {error}; "
             "a dataset for workers has its class at the top level of a file, and no open file, connection, lambda or "
-            "generator in it, and a collate_fn is no lambda: open files when the first sample is read, or give "
+            "generator in it, and a collate_fn is not a lambda: open files when the first sample is read, or give "
             "num_workers=0"
         ) from error
     finally:

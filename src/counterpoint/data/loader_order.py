@@ -73,7 +73,7 @@ class LoaderOrder:
         """Return the order of an epoch, which is kept until :meth:`drop_before`.
 
         Raises:
-            DataError: the sampler gives another number of batches than its length, or what is no index.
+            DataError: the sampler gives another number of batches than its length, or what is not an index.
         """
         if epoch not in self.epochs:
             assert epoch > max(self.epochs, default=-1), "epochs are drawn in order"
@@ -179,8 +179,8 @@ class LoaderOrder:
             samplers = list(state.get("samplers", ()))
         except (RuntimeError, TypeError) as error:
             raise CheckpointError(
-                f"the saved state of the samplers is none ({type(error).__name__}: {error}); take another checkpoint, "
-                "or restore this one from a backup"
+                f"the saved state of the samplers cannot be restored ({type(error).__name__}: {error}); take another "
+                "checkpoint, or restore this one from a backup"
             ) from error
         for sampler, saved in zip(filter(is_stateful, self.samplers), samplers, strict=False):
             sampler.load_state_dict(saved)
@@ -211,7 +211,7 @@ def as_indices(batch: Iterable[Any]) -> Indices:
     """Return what a batch sampler gave as indices.
 
     Raises:
-        DataError: it is no sequence of whole numbers.
+        DataError: it is not a sequence of whole numbers.
     """
     numbers = np.asarray(list(batch))
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":  # also an empty one

@@ -277,7 +277,7 @@ def agree_on_layout(session: Session, own_layout: KeyLayout) -> KeyLayout:
     All rows are on one shard, so that they are written by one worker.
 
     Raises:
-        ProtocolError: what the first worker has written is no layout.
+        ProtocolError: what the first worker has written is not a layout.
         PlanError: the given one is too long.
     """
     rows = text_to_rows(json.dumps(own_layout))
@@ -296,7 +296,7 @@ def parse_layout(text: str) -> KeyLayout:
     """Return the layout that another worker has written.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is not a layout.
     """
     try:
         layout = parse_json_file(text.encode())

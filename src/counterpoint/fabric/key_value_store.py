@@ -93,12 +93,12 @@ class KeyValueTable:
         """Add to the key's number, which is 0 at first; return the sum.
 
         Raises:
-            ProtocolError: the value is no number.
+            ProtocolError: the value is not a number.
         """
         with self._lock:
             text = self._values.get(key, b"0")
             if len(text) > MAX_NUMBER_CHARACTERS or not text.removeprefix(b"-").isdigit():
-                raise ProtocolError(f"the value of {key!r} is no number, and nothing can be added to it")
+                raise ProtocolError(f"the value of {key!r} is not a number, and nothing can be added to it")
             total = int(text) + amount
             self.set(key, str(total).encode())
             return total
@@ -144,7 +144,7 @@ class KeyValueTable:
             case "refusals", []:
                 result = list(self.refusals)
             case _:
-                raise ProtocolError(f"{request.kind!r} is no request to a store; check the client's version")
+                raise ProtocolError(f"{request.kind!r} is not a request to a store; check the client's version")
         return RpcMessage("done", {"result": result})
 
 

@@ -575,7 +575,7 @@ def require_seconds(name: str, seconds: float | None, least: float | None = None
     if seconds is not None and not (0 < seconds <= MAX_SECONDS or seconds == least):
         lowest = "above 0" if least is None else f"from {least:g} on"
         raise LaunchError(
-            f"{name}={seconds:g} is no time limit; give a number of seconds {lowest}, {MAX_SECONDS:.0f} at most"
+            f"{name}={seconds:g} is not a time limit; give a number of seconds {lowest}, {MAX_SECONDS:.0f} at most"
         )
 
 

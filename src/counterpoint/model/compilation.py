@@ -47,7 +47,7 @@ class Compilation:
             value = getattr(self, name)
             is_name = isinstance(value, str) and _WORD.fullmatch(value) is not None
             if not is_name and not (name == "mode" and value is None):
-                raise PlanError(f"{name}={shorten(repr(value))} is no name; give one that torch.compile knows")
+                raise PlanError(f"{name}={shorten(repr(value))} is not a name; give one that torch.compile knows")
 
     def __str__(self) -> str:
         """Write it as :func:`parse_compilation` reads it."""

@@ -29,7 +29,7 @@ def parse_option_text(
         rule: which options there are, for errors.
 
     Raises:
-        PlanError: it is no text, cannot be read, or has an option that is unknown or there twice.
+        PlanError: it is not a text, cannot be read, or has an option that is unknown or there twice.
 
     Example:
         >>> parse_option_text("compile", "blocks(backend=eager)", {"backend"}, known="give 'blocks'", rule="backend")
@@ -45,7 +45,7 @@ def parse_option_text(
         name, equals, text = map(str.strip, part.partition("="))
         if not equals or name not in names or name in options:
             raise PlanError(
-                f"{option}={shorten(repr(value))}: {shorten(repr(part))} is no option of it, or there twice; {rule}"
+                f"{option}={shorten(repr(value))}: {shorten(repr(part))} is not an option of it, or there twice; {rule}"
             )
         options[name] = text
     return match[1], options

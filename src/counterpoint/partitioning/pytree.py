@@ -67,7 +67,7 @@ def build_tensor_tree(value: Any) -> TensorTree:  # noqa: ANN401
 
 
 def find_changed_leaf(first: Any, now: Any) -> tuple[str, Any, Any] | None:  # noqa: ANN401
-    """Return where a nested value differs from the first one in a leaf that is no tensor, with both leaves; else None.
+    """Return where a nested value differs from the first one at a leaf that is not a tensor, and both leaves, or None.
 
     Example:
         >>> find_changed_leaf({"tau": 1.0}, {"tau": 2.0})

@@ -236,7 +236,7 @@ class SequentialPartition(PartitionedModel):
         """Return the tensors of the one input.
 
         Raises:
-            DataError: a value in it that is no tensor differs from that of the first batch.
+            DataError: a value in it that is not a tensor differs from that of the first batch.
         """
         (value,), _ = split_call_args(inputs)
         if not isinstance(value, Tensor):

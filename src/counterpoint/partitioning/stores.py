@@ -103,7 +103,7 @@ def memory_extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_library(value: object) -> bool:
-    """Tell whether a value is an object of torch, numpy or this library that is no tensor or array."""
+    """Tell whether a value is an object of torch, numpy or this library that is not a tensor or array."""
     module = type(value).__module__.partition(".")[0]
     return module in {"torch", "counterpoint", "numpy"} and not isinstance(value, Tensor | np.ndarray)
 

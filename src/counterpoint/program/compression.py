@@ -242,7 +242,7 @@ def why_not_encoded(op: str, tensor_name: str, codec: str) -> str:
 
 @cache
 def ring_volume_factor(codec: str, num_members: int) -> Fraction:
-    """Return how many times its encoded value a member of a ring all-reduce sends; ``""`` is no compression.
+    """Return how many times its encoded value a member of a ring all-reduce sends; ``""`` means no compression.
 
     Returns:
         ``2 (n-1)/n`` if encoded values can be added, ``n-1`` if every member needs the encoded values of all others.

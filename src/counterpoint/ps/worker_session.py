@@ -462,7 +462,7 @@ class CoordinatorClient:
                 response, self._make_request, self._is_task_request = self._response, None, False
         if (
             response is None and self.error is not None
-        ):  # a worker that has left is rejected, which is no error if it got its response
+        ):  # a worker that has left is rejected, which is not an error if it got its response
             raise self.error
         if response is None:
             raise PeerError(

@@ -183,7 +183,9 @@ def decode_one(types: Mapping[str, type], buffer: Tensor) -> Any:  # noqa: ANN40
     try:
         fields = parse_json(text.numpy().tobytes())
     except ValueError as error:
-        raise malformed_message(f"the fields of {frame.label[:40]!r} are no JSON ({ascii(str(error))[:80]})") from error
+        raise malformed_message(
+            f"the fields of {frame.label[:40]!r} are not JSON ({ascii(str(error))[:80]})"
+        ) from error
     return decode_as(types, frame.label, fields, tensors)
 
 

@@ -237,7 +237,7 @@ def decode_text(text: bytes) -> tuple[str, dict[str, JsonValue], int | None]:
     try:
         content = parse_json(text)
     except ValueError as error:
-        raise malformed_frame(f"its text is no JSON ({ascii(str(error))[:80]})") from error
+        raise malformed_frame(f"its text is not JSON ({ascii(str(error))[:80]})") from error
     match content:
         case [str(kind), dict(fields)] if 0 < len(kind) <= MAX_KIND:
             return kind, fields, None

@@ -95,7 +95,7 @@ def _check_owner(status: os.stat_result, path: Path) -> None:
     """Check that an open file is this user's or root's, and that others cannot read it; a pipe has no mode to check.
 
     Raises:
-        LaunchError: it is not, or it is no file.
+        LaunchError: it is not, or it is not a file.
     """
     owner, user, mode = status.st_uid, os.geteuid(), status.st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):

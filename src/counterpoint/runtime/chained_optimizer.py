@@ -89,7 +89,7 @@ def chain_optimizers(given: Sequence[object]) -> ChainedOptimizer:
     """Return optimizers as one; their groups get an option with their index.
 
     Raises:
-        PlanError: there is none, one is no optimizer, or two hold the same parameter.
+        PlanError: there is none, one is not an optimizer, or two hold the same parameter.
     """
     optimizers = [one for one in given if isinstance(one, optim.Optimizer)]
     wrong = [type(one).__name__ for one in given if not isinstance(one, optim.Optimizer)]

@@ -1,7 +1,7 @@
 """Random numbers inside graphs of ``torch.compile``: operators of a tensor, so that a graph serves every step.
 
 A graph has one input for all its draws: row ``i`` says which numbers its draw ``i`` has, in the order in which the
-model draws. Seeds, paths of modules and positions of samples are values of this tensor, so that they are no part of
+model draws. Seeds, paths of modules and positions of samples are values of this tensor, so that they are not part of
 the graph: identical blocks share one, and a forward that runs again in a backward has the same masks.
 
 Source:
@@ -167,7 +167,7 @@ class CompiledMode(TorchFunctionMode):
         self.is_in_checkpoint = self.has_hidden_mean = False
 
     def __call__(self, path: str) -> None:
-        """Do nothing: seeds are no part of a graph."""
+        """Do nothing: seeds are not part of a graph."""
         del path
 
     def __torch_function__(

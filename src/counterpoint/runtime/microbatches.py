@@ -62,7 +62,7 @@ class Memory(NamedTuple):
     """Where a tensor lies.
 
     Args:
-        storage: that it is in, of which this is no owner.
+        storage: that it is in, of which this is not an owner.
         start: its first byte there.
         stop: one past its last byte.
     """
@@ -111,7 +111,7 @@ class KeptBatch(NamedTuple):
 
     Args:
         values: copies, so that the caller may fill its tensors with the next batch.
-        origins: where the caller's tensors are; None if these are no copies.
+        origins: where the caller's tensors are; None if these are not copies.
     """
 
     values: tuple[Any, Any]

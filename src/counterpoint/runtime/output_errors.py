@@ -115,8 +115,8 @@ def is_from_rounding(
         batch_size: its number of samples.
 
     Returns:
-        False for a model with weights of 16 bits, in which a unit in the last place is no small change, and where many
-        samples differ.
+        False for a model with weights of 16 bits, in which a unit in the last place is not a small change, and where
+        many samples differ.
     """
     rounding = find_rounding(model)
     errors = row_errors(others, outputs, rows, batch_size, rounding).tolist()

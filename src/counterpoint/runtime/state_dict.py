@@ -323,7 +323,7 @@ def owned_shards(shard_map: ShardMap, rank: RankRuntime) -> list[ShardOwner]:
 def collect_optimizer_state(
     shard_map: ShardMap, rank: RankRuntime
 ) -> tuple[list[TensorSlice], dict[str, dict[str, Any]]]:
-    """Return the optimizer state of the shards that a rank owns: slices, and what is no tensor by parameter."""
+    """Return the optimizer state of the shards that a rank owns: slices, and what is not a tensor by parameter."""
     this_rank = rank.interpreter.fabric.rank
     owned_units = {owner.unit for owner in owned_shards(shard_map, rank)}
     slices: list[TensorSlice] = []

@@ -35,7 +35,7 @@ class StepEffects:
     Args:
         options: names of the options of its groups that it changes.
         tensor_options: those of them that are not single numbers, texts or None.
-        other_state: keys of its state that are no parameters.
+        other_state: keys of its state that are not parameters.
         attributes: names of its attributes that it changes.
         draws: whether it draws random numbers.
         couples: whether the update of a parameter depends on other parameters.

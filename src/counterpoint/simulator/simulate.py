@@ -45,7 +45,7 @@ WARMUP_FACTOR = 3
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBody:
-    """Repetitions of a step variant's body; a step that is no part of an asynchronous pipeline has one.
+    """Repetitions of a step variant's body; a step that is not part of an asynchronous pipeline has one.
 
     Args:
         variant: the step variant.

@@ -174,7 +174,7 @@ def require_strategy(value: object) -> Strategy:
         raise PlanError(f"{name} is a class, and a plan has strategies; give one with its number of ranks, {name}(2)")
     if Strategy not in type(value).__mro__:
         raise PlanError(
-            f"{name} is no strategy; give the text of a plan such as 'data(2)', or a frozen dataclass that inherits "
+            f"{name} is not a strategy; give the text of a plan such as 'data(2)', or a frozen dataclass that inherits "
             "from counterpoint.strategies.strategy.Strategy, which has the defaults of most members"
         )
     found = {member: getattr(value, member, None) for member in REQUIRED_MEMBERS}

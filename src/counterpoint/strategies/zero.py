@@ -208,7 +208,7 @@ class Zero(Strategy):
         """Return the model with blocks merged to units, if the strategy asks for it.
 
         Raises:
-            PlanError: a split point is no module with which a block begins.
+            PlanError: a split point is not a module with which a block begins.
         """
         if self.min_num_params:
             return model.merge_blocks(self.min_num_params)

@@ -55,7 +55,7 @@ RESIZING_FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye
 
 @total_ordering
 class DeviceAddress:
-    """Address of a tensor on the device: it can be compared, but is no number that native code would take.
+    """Address of a tensor on the device: it can be compared, but is not a number that native code would take.
 
     Args:
         value: the number.

@@ -72,7 +72,7 @@ class EvaluationConfig:
         every: evaluate after this many steps, too.
 
     Raises:
-        PlanError: a number is not positive, or the metrics are no function.
+        PlanError: a number is not positive, or the metrics are not a function.
     """
 
     open_batches: Callable[[], BatchSource] | None

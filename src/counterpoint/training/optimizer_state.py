@@ -144,7 +144,7 @@ def find_schedule_flaw(saved: Mapping[str, Any], scheduler: Any, path: str) -> s
     try:
         from_json(saved, own)
     except (AttributeError, TypeError, ValueError) as error:
-        return f"{path} has a mapping that is none ({shorten(str(error))})"
+        return f"{path} has an invalid mapping ({shorten(str(error))})"
     return find_form_flaw(saved, to_json(own), path)
 
 

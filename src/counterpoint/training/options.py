@@ -247,8 +247,8 @@ class TrainingOptions:
             raise PlanError(f"clip_value={self.clip_value} would leave no gradient; give a positive number, or None")
         if not 0 < self.timeout_s <= MAX_SECONDS:
             raise PlanError(
-                f"timeout_s={self.timeout_s} is no time to wait; give a positive number of seconds, {MAX_SECONDS:.0f} "
-                "at most"
+                f"timeout_s={self.timeout_s} is not a time to wait; give a positive number of seconds, "
+                f"{MAX_SECONDS:.0f} at most"
             )
         for name, allowed in (
             ("clip_by", ("model", "stage")),
@@ -291,7 +291,7 @@ def require_sample_layout(batch_dims: Any, shared: Any) -> None:  # noqa: ANN401
     """Check the types of the options that say where samples are.
 
     Raises:
-        PlanError: a name is no text, a dim no number from 0 on, or a name is in both.
+        PlanError: a name is not a text, a dim no number from 0 on, or a name is in both.
     """
     is_mapping = batch_dims is None or (
         isinstance(batch_dims, Mapping)

@@ -87,7 +87,7 @@ def list_callbacks(callbacks: object) -> list[Callback]:
     """Return callbacks as a list.
 
     Raises:
-        PlanError: one is no callback, or they are not in a list.
+        PlanError: one is not a callback, or they are not in a list.
     """
     given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     listed = [one for one in given if isinstance(one, Callback)]

@@ -160,8 +160,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "is not log or linear",
     ),
     "a warm-up of less": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, "give 0 or more"),
-    "a norm that is no number": ({"gradient_clipping": float("nan")}, "gradient_clipping=nan is not finite"),
-    "a rate that is no number": (
+    "a norm that is not a number": ({"gradient_clipping": float("nan")}, "gradient_clipping=nan is not finite"),
+    "a rate that is not a number": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": float("nan")}}},
         "scheduler.params.warmup_max_lr=nan is not finite; give a finite number",
     ),

@@ -172,7 +172,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a schedule that needs a metric": (
         {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, {}, "lr_scheduler is a ReduceLROnPlateau"
     ),
-    "an object that is no schedule": ({"lr_scheduler": object()}, {}, "lr_scheduler is a object, and step() steps"),
+    "an object that is not a schedule": ({"lr_scheduler": object()}, {}, "lr_scheduler is a object, and step() steps"),
     "samples without indices": ({"training_data": Endless()}, {}, "training_data is an IterableDataset"),
     "LBFGS": ({"optimizer": torch.optim.LBFGS}, {}, "LBFGS needs a function that computes the loss again"),
 }  # fmt: skip

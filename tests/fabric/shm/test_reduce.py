@@ -46,7 +46,7 @@ def test_all_lengths_and_dtypes_agree_with_torch_in_order(dtype, verb):
 
 
 def test_the_mean_is_scaled_before_it_is_rounded():
-    tensors = [torch.full((3,), 40000.0, dtype=torch.float16) for _ in range(2)]  # their sum is no float16
+    tensors = [torch.full((3,), 40000.0, dtype=torch.float16) for _ in range(2)]  # their sum is not a float16
     assert reduced(tensors, scale=0.5)[0].tolist() == [40000.0] * 3
 
 

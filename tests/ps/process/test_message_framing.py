@@ -123,7 +123,7 @@ BAD_CHUNKS = {
     "no tensor": RpcMessage(CHUNK_KIND, {"whole": 8, "at": 0}),
     "two tensors": RpcMessage(CHUNK_KIND, {"whole": 2, "at": 0}, (as_bytes(b"1"), as_bytes(b"2"))),
     "floats": RpcMessage(CHUNK_KIND, {"whole": 8, "at": 0}, (torch.zeros(8),)),
-    "fields that are no JSON": chunk_of("installsnapshot", [as_bytes(b"[")]),
+    "fields that are not JSON": chunk_of("installsnapshot", [as_bytes(b"[")]),
     "fields that are not UTF-8": chunk_of("installsnapshot", [as_bytes(b"\xff")]),
     "fields with nan": chunk_of("installsnapshot", [as_bytes(b"[NaN]")]),
     "deep fields": chunk_of("installsnapshot", [as_bytes(b"[" * 5000)]),

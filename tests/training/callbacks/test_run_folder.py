@@ -73,7 +73,7 @@ def test_metrics_have_a_line_for_every_step_and_evaluation(tmp_path):
         ("build", 0), *(("step", number) for number in (1, 2, 3, 4)), ("evaluation", 4), ("end", 4)
     ]  # fmt: skip
     assert result[2]["loss"] == 0.5
-    assert result[1]["grad_norm"] is None, "nan is no JSON"
+    assert result[1]["grad_norm"] is None, "nan is not JSON"
     assert result[5]["metrics"] == {"accuracy": 0.75}
 
 

@@ -109,14 +109,14 @@ NAMED_BY_THE_RUN = {
     ("extra", "schedule", "step"): (1, "state.extra.schedule has the name 'step', which no scheduler saves"),
     ("extra", "schedule", "gamma"): ("x", "state.extra.schedule.gamma is 'x', but this run has 0.1"),
     ("extra", "schedule", "base_lrs"): ([{}], "state.extra.schedule.base_lrs[0] is a dict of 0, but this run has 0.01"),
-    ("extra", "schedule", "x"): ({"(key, value)": 5}, "state.extra.schedule has a mapping that is none"),
+    ("extra", "schedule", "x"): ({"(key, value)": 5}, "state.extra.schedule has an invalid mapping"),
     ("extra", "options", 0, "betas"): ([0.9], "state.extra.options[0].betas has 1 values, but this run has 2"),
     ("extra", "schedule", "last_epoch"): (None, "state.extra.schedule.last_epoch is None, but this run has 0"),
     ("extra", "options", 0, "lr"): (True, "state.extra.options[0].lr is True, but this run has 0.01"),
     ("scalars", "0.weight"): ({}, "state.scalars['0.weight'] has no 'step', but this optimizer keeps a Tensor"),
     ("scalars", "0.weight", "step"): (1.5, "state.scalars['0.weight']['step'] is 1.5, but this optimizer keeps a Tensor"),
     ("scalars", "0.weight", "step", 0): (-1.0, "state.scalars['0.weight']['step'] is a list of 2, but this optimizer"),
-    ("extra", "data"): ("?", "state.extra.data is no encoded value"),
+    ("extra", "data"): ("?", "state.extra.data is not an encoded value"),
     ("extra", "data", ""): (encoded([1]), "state.extra.data is a list of 1, but must be an object"),
 }  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_the_state_of_random_numbers_of_a_stream_is_checked():
         ("torch", "x"),
     ]:
         with pytest.raises(
-            cp.CheckpointError, match=r"saved state of a stream's random numbers is none .*; take another"
+            cp.CheckpointError, match=r"saved state of a stream's random numbers cannot be restored .*; take another"
         ):
             rng.load_state_dict({**state, name: wrong})
     with pytest.raises(cp.CheckpointError, match="KeyError: 'python'"):

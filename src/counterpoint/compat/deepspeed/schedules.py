@@ -169,7 +169,7 @@ def _check_param(path: str, key: str, value: object) -> None:
         raise PlanError(f"{path}={value!r} is not a number{', or a list of some' if key in PER_GROUP else ''}")
     least = {"warmup_num_steps": 0, "cycle_first_step_size": 1, "lr_range_test_step_size": 1}.get(key)
     if least is not None and not value >= least:  # type: ignore[operator]  # a number
-        raise PlanError(f"{path}={value!r} is no number of steps; give {least} or more")
+        raise PlanError(f"{path}={value!r} is not a number of steps; give {least} or more")
 
 
 def _params_of_group(params: Params, group: int, num_groups: int) -> Params:

@@ -1,7 +1,7 @@
 """Trace one forward of a model with ``torch.export`` into operations that know which module calls they belong to.
 
 A trace has the operations of the forward, and autograd differentiates these. Backwards that the model's author wrote
-(a hook on a gradient, an ``autograd.Function``) are no operations and would be lost silently, so models with them are
+(a hook on a gradient, an ``autograd.Function``) are not operations and would be lost silently, so models with them are
 rejected here.
 """
 

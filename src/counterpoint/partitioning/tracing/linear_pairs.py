@@ -134,7 +134,7 @@ def find_pairs(
     """Return the pairs of a trace in order, or only those with some row weights; no operation is in two of them.
 
     A pair whose column layer is several layers in one, as for query, key and value, is left out if there are others: a
-    contiguous part of its outputs is no part of each of these layers.
+    contiguous part of its outputs is not part of each of these layers.
     """
     uses = Counter(
         traced.params[source]

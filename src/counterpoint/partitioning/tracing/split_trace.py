@@ -122,7 +122,7 @@ def choose_split_points(
 ) -> SplitPoints:
     """Choose where every trace of the model is split; the trace is not changed.
 
-    A pair that a block would end in, or that may not be split off, is no layer of its own. Dropping it moves its
+    A pair that a block would end in, or that may not be split off, is not a layer of its own. Dropping it moves its
     operations back to their original place, so the other pairs are checked again until all of them can stay.
 
     Args:

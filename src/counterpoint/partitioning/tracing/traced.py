@@ -270,7 +270,7 @@ class TracedPartition(PartitionedModel):
         """Return the input tensors that the forward reads, and the shapes of all.
 
         Raises:
-            DataError: the inputs have another structure, dtype or value that is no tensor than the example's.
+            DataError: the inputs have another structure, dtype or value that is not a tensor than the example's.
         """
         trace, call = self._cache(training=training).first, self._order_names(split_call_args(inputs))
         leaves = tree_leaves(call)

@@ -28,7 +28,7 @@ NODE = re.compile(
     r"(?: -- stage_id=\d+)?"
 )
 INPUT_PREFIX = "Input"
-"""Prefix of the description of nodes that load data; their time is no work of a stage."""
+"""Prefix of the description of nodes that load data; their time is not work of a stage."""
 
 
 @dataclass(frozen=True, slots=True)

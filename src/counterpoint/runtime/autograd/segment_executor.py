@@ -140,8 +140,8 @@ CHANGED_COPIES = (
 )
 INNER_MEAN = (
     "the model computes a mean over class indices (F.cross_entropy, F.nll_loss) of {what} inside of a graph of "
-    "compile= that is not its last one, so that its output is no such mean, and the losses of microbatches do not add "
-    "up; return the mean itself, or the logits and compute it in loss="
+    "compile= that is not its last one, so that its output is not such a mean, and the losses of microbatches do not "
+    "add up; return the mean itself, or the logits and compute it in loss="
 )
 
 
@@ -613,7 +613,7 @@ class SegmentExecutor:
             microbatches: of all ranks, those with samples.
 
         Raises:
-            DataError: they cannot be put together, or the loss is no number.
+            DataError: they cannot be put together, or the loss is not a number.
         """
         assert self.batch is not None, "a step has begun"
         if not self.outputs:

@@ -67,7 +67,9 @@ class CompiledSinks:
         address = weight.data_ptr()
         sink = next((sink for param, sink in self.sinks if param.data_ptr() == address), None)
         if sink is None or not sink.accepts_grads:
-            what = "is no parameter of the model" if sink is None else "is differentiated outside of a step's backward"
+            what = (
+                "is not a parameter of the model" if sink is None else "is differentiated outside of a step's backward"
+            )
             raise DataError(
                 f"a compiled linear layer's weight of the shape {tuple(weight.shape)} {what}, but graphs write the "
                 "gradients of large weights for the step only; register it as a parameter and call no autograd.grad "

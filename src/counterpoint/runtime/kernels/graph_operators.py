@@ -44,7 +44,7 @@ def define_operator(schema: str, kernel: Callable[..., Any], fake: Callable[...,
 
     Args:
         schema: name, arguments and result, as torch writes them.
-        kernel: computes new tensors, which are no views of the arguments.
+        kernel: computes new tensors, which are not views of the arguments.
         fake: returns empty tensors of the shapes, dtypes and devices that the kernel returns.
     """
     name = schema.partition("(")[0]

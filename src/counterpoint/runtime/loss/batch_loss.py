@@ -41,7 +41,7 @@ class MicrobatchOutput(NamedTuple):
     Args:
         leaves: of the output, then of the targets; tensors are detached.
         spec: the structure of both.
-        requires_grad: for each leaf of the output whether it is a tensor with a gradient; None if it is no tensor.
+        requires_grad: for each leaf of the output whether it is a tensor with a gradient; None if it is not a tensor.
     """
 
     leaves: list[Any]
@@ -177,7 +177,8 @@ def merge_leaf(parts: Sequence[Any], counts: Sequence[int]) -> MergedLeaf:
         if any(type(part) is not type(parts[0]) or not np.array_equal(part, parts[0]) for part in parts[1:]):
             raise DataError(
                 f"a loss of the whole batch gets a value that is {parts[0]!r} in one microbatch and differs in "
-                "another; what is no tensor has to be the same for all samples: give tensors with samples along dim 0"
+                "another; what is not a tensor has to be the same for all samples: give tensors with samples along "
+                "dim 0"
             )
         has_samples = isinstance(parts[0], Tensor) and parts[0].dim() > 0 and len(parts[0]) == counts[0]
         return MergedLeaf(parts[0], has_samples)

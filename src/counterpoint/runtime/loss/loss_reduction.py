@@ -189,7 +189,7 @@ def parse_function(  # noqa: PLR0913 - torch's signature
     reduction: str = "mean",
     **smoothing: Any,  # noqa: ANN401 - of the function
 ) -> IndexLoss | None:
-    """Parse a call of ``F.cross_entropy`` or ``F.nll_loss``; return None if it is no mean over class indices."""
+    """Parse a call of ``F.cross_entropy`` or ``F.nll_loss``; return None if it is not a mean over class indices."""
     if reduction != "mean" or size_average is False or reduce is False or target.is_floating_point():
         return None
     compute_sum = partial(
@@ -208,7 +208,7 @@ def parse_operation(
     *smoothing: float,
     **more: Any,  # noqa: ANN401 - of the operation
 ) -> IndexLoss | None:
-    """Parse a call of the operation that a trace has for them; return None if it is no mean over class indices."""
+    """Parse a call of the operation that a trace has for them; return None if it is not a mean over class indices."""
     if reduction != MEAN or target.is_floating_point():
         return None
     compute_sum = partial(compute_in, func, input, target, weight, SUM, ignore_index, *smoothing, **more)
@@ -322,7 +322,7 @@ class ReductionRecorder:
             if reduction.mean.requires_grad and float(reduction.weight) != reduction.num_targets:
                 raise DataError(
                     f"the loss of {what} is computed from a mean whose {reduction.num_targets} targets weigh "
-                    f"{float(reduction.weight):g} together, by ignore_index or class weights, so it is no mean over "
+                    f"{float(reduction.weight):g} together, by ignore_index or class weights, so it is not a mean over "
                     "samples, and the losses of parts do not add up to that of the batch; return that mean itself, or "
                     "cp.WeightedMean(total, weight) with the sum and what it is divided by, pass "
                     "loss_reduction='batch', or train with one microbatch on one rank"
@@ -460,7 +460,7 @@ def add_parts(
         is_sum: whether all of them are sums over samples.
 
     Raises:
-        DataError: they are no losses, or have different weights.
+        DataError: they are not losses, or have different weights.
     """
     parts = {
         name: parse_mean(loss, f"the part {name!r} of the loss of {what}", recorder, is_sum=is_sum)
@@ -528,7 +528,7 @@ def split_weighted_mean(loss: WeightedMean, what: str) -> tuple[Tensor, Tensor |
     """Return the mean of some samples and its weight; a mean of 0 for the weight 0.
 
     Raises:
-        DataError: a part is no number, or there is a total without a weight.
+        DataError: a part is not a number, or there is a total without a weight.
     """
     total, weight = loss
     for name, part in (("total", total), ("weight", weight)):
@@ -552,9 +552,9 @@ def split_weighted_mean(loss: WeightedMean, what: str) -> tuple[Tensor, Tensor |
         )
     if not weight and abs(float(total.detach())) > 0:
         raise DataError(
-            f"the WeightedMean of {what} has the total {float(total.detach()):.6g} and the weight 0, so it is no mean, "
-            "and its samples would not count; give the total 0 where nothing has a weight, or every sample a weight, "
-            "such as the number of samples"
+            f"the WeightedMean of {what} has the total {float(total.detach()):.6g} and the weight 0, so it is not a "
+            "mean, and its samples would not count; give the total 0 where nothing has a weight, or every sample a "
+            "weight, such as the number of samples"
         )
     return (total / weight if weight else total * 0.0), weight
 

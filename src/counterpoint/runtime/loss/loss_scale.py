@@ -62,7 +62,7 @@ class DynamicLossScale:
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise PlanError(f"{name}={value!r} is no number of steps; give a whole number from 1 on")
+                raise PlanError(f"{name}={value!r} is not a number of steps; give a whole number from 1 on")
         if type(self.consecutive_hysteresis) is not bool:
             raise PlanError(f"consecutive_hysteresis={self.consecutive_hysteresis!r} is not True or False")
         if self.growth_factor < 1:
@@ -87,13 +87,13 @@ def require_positive(name: str, value: object) -> None:
     """Check a factor.
 
     Raises:
-        PlanError: it is no positive, finite number.
+        PlanError: it is not a positive, finite number.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not MIN_SCALE <= value <= MAX_SCALE:  # type: ignore[operator]  # a number
         raise PlanError(
-            f"{name}={value!r} is no positive number that float32 can hold in full precision (2^-126 to 2^127); give a "
-            "power of two, as 65536"
+            f"{name}={value!r} is not a positive number that float32 can hold in full precision (2^-126 to 2^127); "
+            "give a power of two, as 65536"
         )
 
 

@@ -2,8 +2,8 @@
 
 A loop without microbatches calls a loss once in a step. Where a batch is divided, it is called for each microbatch and
 each rank, so that a step counter counts faster, and a moving average moves further. A value that a call only
-overwrites, such as a loss that is kept to be printed, is no such state: another call with the same arguments leaves the
-same value.
+overwrites, such as a loss that is kept to be printed, is not such state: another call with the same arguments leaves
+the same value.
 """
 
 from __future__ import annotations

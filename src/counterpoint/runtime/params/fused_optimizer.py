@@ -184,7 +184,7 @@ def native_fields(fused: FusedOptimizer, options: OptimizerOptions, step_number:
 
 
 def as_number(options: OptimizerOptions, name: str, index: int | None = None) -> float:
-    """Return an option, or one of a pair, as a finite number; raise PlanError if it is none."""
+    """Return an option, or one of a pair, as a finite number; raise PlanError if it is not one."""
     value = options[name] if index is None else options[name][index]
     if type(value) in {float, int} and math.isfinite(value):  # usually; Real takes some microseconds
         return float(value)

@@ -437,7 +437,7 @@ class ParamStore:
         """Point the optimizers' tensors at the current memory of the weights."""
         for units, (_, tensors) in self.optimizers.items():
             if units in self.host_targets:
-                continue  # which are no memory of weights
+                continue  # which are not memory of weights
             targets = [
                 target for unit in units for _, target in self.units[unit].optimizer_targets(self.optimizer_spec)
             ]

@@ -99,7 +99,7 @@ def is_plain(value: object, within: tuple[int, ...] = ()) -> bool:
 def plain_parts(
     name: str, holder: object, seen: dict[int, int], where: str = "", depth: int = MAX_DEPTH
 ) -> Iterator[WatchedValue]:
-    """Yield the plain attributes of an object, such as a configuration, that is no module, and of objects in it.
+    """Yield the plain attributes of an object, such as a configuration, that is not a module, and of objects in it.
 
     Args:
         name: of the object.

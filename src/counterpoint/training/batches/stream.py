@@ -89,8 +89,8 @@ class StreamRng:
             self.numpy_generator.state = state["numpy"]
         except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the saved state of a stream's random numbers is none ({type(error).__name__}: {error}); take another "
-                "checkpoint, or restore this one from a backup"
+                f"the saved state of a stream's random numbers cannot be restored ({type(error).__name__}: {error}); "
+                "take another checkpoint, or restore this one from a backup"
             ) from error
         self.python_state, self.torch_state = state["python"], state["torch"]
 

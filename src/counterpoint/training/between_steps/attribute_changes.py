@@ -33,7 +33,7 @@ class AttributeCheck:
 
     Ranks that run copies of the model, or a trace of it, have the values of the first step. Compared are numbers, texts
     and collections of them, in attributes of modules or of objects in these (a configuration), functions, tensors that
-    are no buffers, and hooks; under a trace also attributes and methods of classes, and the globals, variables of
+    are not buffers, and hooks; under a trace also attributes and methods of classes, and the globals, variables of
     closures, environment variables and context variables that functions read. Attributes that the model's own forward
     changes, which user code may call between steps, are left out; of torch's modules only floats, functions and hooks
     are compared.
@@ -125,7 +125,7 @@ class AttributeCheck:
 
 
 class WatchedTensor:
-    """A tensor that is no buffer, and may be replaced, or changed in place.
+    """A tensor that is not a buffer, and may be replaced, or changed in place.
 
     Its values are compared where its version counter differs, because runs that inspect the model restore what its
     forward has written. A large tensor is not copied: its counter alone tells of a change. Tensors of
@@ -195,7 +195,7 @@ def _plain_values(model: nn.Module) -> Iterator[WatchedValue]:
 
 
 def _arrays_of(model: nn.Module) -> Iterator[WatchedValue]:
-    """Yield tensors that are no parameters or buffers, and arrays of numpy, in attributes and in what these hold."""
+    """Yield tensors that are not parameters or buffers, and arrays of numpy, in attributes and in what these hold."""
     for path, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if key not in _REGISTRIES}
         for watched in _arrays_in(path, own, MAX_DEPTH):

@@ -86,7 +86,7 @@ class OptimizerExchange:
         """Give the user's optimizer the state of the ranks, for ranks that are built next; a collective call.
 
         Raises:
-            DataError: its steps change attributes, which are no part of its state.
+            DataError: its steps change attributes, which are not part of its state.
         """
         attributes = self.optimizer_spec.step_effects().attributes
         if attributes:

@@ -70,8 +70,8 @@ def claim_checkpoint_dir(
         files: file operations.
 
     Raises:
-        CheckpointError: it cannot be created or written, is no folder that all ranks share, has no space for the model,
-            is used by another run, or has the checkpoints of another one.
+        CheckpointError: it cannot be created or written, is not a folder that all ranks share, has no space for the
+            model, is used by another run, or has the checkpoints of another one.
     """
     claim = CheckpointDir(path, run_id or token_hex(6), token_hex(4), None, files)
     first = local_ranks.world.fabrics[0].rank

@@ -215,7 +215,7 @@ class LoopCheckpoints:
         """Continue with the generators of a checkpoint.
 
         Raises:
-            CheckpointError: they are none.
+            CheckpointError: they are not states of generators.
         """
         world = self.local_ranks.world
         rank, num_processes = world.fabrics[0].rank, world.fabrics[0].num_ranks if has_remote_ranks(world) else 1
@@ -224,7 +224,7 @@ class LoopCheckpoints:
         try:
             set_generators(own)
         except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-            raise state_error(checkpoint, f"state.extra.rng is no state of generators ({error})") from error
+            raise state_error(checkpoint, f"state.extra.rng is not a state of generators ({error})") from error
         if skipped and rank == 0:
             warn(
                 f"{checkpoint.folder} has the random number generators of {len(saved[skipped[0]])} processes, and this "
@@ -275,4 +275,4 @@ def read_generators(checkpoint: Checkpoint) -> dict[str, list[Any]]:
             if texts
         }
     except (ValueError, ProtocolError) as error:
-        raise state_error(checkpoint, f"state.extra.rng is no encoded value ({shorten(str(error))})") from error
+        raise state_error(checkpoint, f"state.extra.rng is not an encoded value ({shorten(str(error))})") from error

@@ -158,7 +158,7 @@ def decode_position(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         position = decode_value(b64decode(extra["data"], validate=True)) if "data" in extra else {}
     except (ValueError, ProtocolError) as error:
-        raise state_error(checkpoint, f"state.extra.data is no encoded value ({shorten(str(error))})") from error
+        raise state_error(checkpoint, f"state.extra.data is not an encoded value ({shorten(str(error))})") from error
     if not isinstance(position, dict):
         raise state_error(checkpoint, f"state.extra.data is {describe_value(position)}, but must be an object")
     return position

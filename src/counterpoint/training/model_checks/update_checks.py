@@ -31,7 +31,7 @@ def require_known_updates(
     effects, name = spec.step_effects(), " and ".join(spec.list_own_classes())
     if effects.other_state or effects.tensor_options:
         kept = " and ".join(
-            [f"state of {', '.join(effects.other_state)}, which is no parameter"] * bool(effects.other_state)
+            [f"state of {', '.join(effects.other_state)}, which is not a parameter"] * bool(effects.other_state)
             + [f"tensors that it changes in the options {', '.join(effects.tensor_options)}"]
             * bool(effects.tensor_options)
         )

@@ -244,9 +244,9 @@ def require_no_shared_memory(model: nn.Module, plan: Plan, replaced: Collection[
         if stop > start and kind != other_kind:
             param, view = (name, other) if kind == "a parameter" else (other, name)
             raise PlanError(
-                f"{view} is no parameter, but has the memory of {param}, and under {plan} ranks move each parameter to "
-                f"memory of its own, where {view} would keep the first values; use the parameter itself, or a copy if "
-                "the first values are meant (weight.detach().clone())"
+                f"{view} is not a parameter, but has the memory of {param}, and under {plan} ranks move each parameter "
+                f"to memory of its own, where {view} would keep the first values; use the parameter itself, or a copy "
+                "if the first values are meant (weight.detach().clone())"
             )
 
 
