@@ -61,7 +61,7 @@ _INSTRUCTION = re.compile(
 _TENSOR_REF_PARTS = re.compile(r"(grad|delayed_grad|weight|out|dx|ds|x|g|y|s)([\d+-]+)(?:\.\+?(\d+))?$")
 _BACKWARD_PARTS: dict[str, Literal["", "input", "weight"]] = {"B": "", "Bi": "input", "Bw": "weight"}
 _OPCODES: dict[type, str] = {Forward: "F", Recompute: "R"}
-_FORMER_NAMES = {
+FORMER_NAMES = {
     "sum": "all_reduce",
     "share": "reduce_scatter",
     "join": "all_gather",
@@ -247,7 +247,7 @@ def parse_instruction(text: str, max_ranks: int = MAX_RANGE) -> Instruction:
             raise ProgramError(
                 f"{shorten(text)!r} is not an instruction; its name has changed: write {shorten(renamed)}"
             )
-        hint = "".join(renamed_hint(name, _FORMER_NAMES) for name in dict.fromkeys(re.findall(r"[a-z_]+", text)))
+        hint = "".join(renamed_hint(name, FORMER_NAMES) for name in dict.fromkeys(re.findall(r"[a-z_]+", text)))
         raise ProgramError(f"{shorten(text)!r} is not an instruction{hint}; expected one such as {_EXAMPLES}")
     if match["opcode"]:
         version = -_parse_number(match["version"] or "0")
@@ -270,10 +270,10 @@ def _rename_instruction(text: str) -> str | None:
     """Return an instruction that is written with a former name under its current one; None if it has none."""
     head, parenthesis, operand = text.partition("(")
     name, colon, option = head.partition(":")
-    op = _FORMER_NAMES.get(name, name)
+    op = FORMER_NAMES.get(name, name)
     if parenthesis and operand.endswith(("+", "-")):
         op, operand = op + ("_start" if operand.endswith("+") else "_wait"), operand[:-1]
-    renamed = re.sub(r"(?<![a-z_])late(?=\d)", _FORMER_NAMES["late"], f"{op}{colon}{option}{parenthesis}{operand}")
+    renamed = re.sub(r"(?<![a-z_])late(?=\d)", FORMER_NAMES["late"], f"{op}{colon}{option}{parenthesis}{operand}")
     return renamed if renamed != text and _INSTRUCTION.match(renamed) else None
 
 
