@@ -1,6 +1,7 @@
 """The systems by name: what each becomes, where ranks are on several hosts, and what it refuses."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from counterpoint.errors import PlanError
 from counterpoint.plan.plan import Plan
 from counterpoint.plan.registry import STRATEGIES
+from counterpoint.spark import training_loop
 
 SYSTEMS = {name: named for name, named in STRATEGIES.items() if not isinstance(named.doc_source, type)}
 ALL = "bucket=1024GiB, first_bucket=1024GiB, tune=off"
@@ -338,3 +340,12 @@ def test_a_system_says_what_it_is_promises_and_costs_and_explains_each_option(na
     text = SYSTEMS[name].doc_source.__doc__ or ""
     assert all(f"{part}:" in text for part in ("Args", "Promise", "Cost", "Source"))
     assert [key for key in SYSTEMS[name].options if not re.search(rf"^ +{key}: ", text, re.MULTILINE)] == []
+
+
+def test_a_remedy_for_bigdl_names_classes_and_options_of_spark():
+    """Two of them named a class and options that had been renamed."""
+    remedies = " ".join(STRATEGIES["bigdl"].unsupported.values())
+    calls = re.findall(r"([A-Z]\w+)\((?:(\w+)=)?", remedies)
+    assert {"SparkOptions", "StragglerPolicy"} <= {name for name, _ in calls}
+    assert all(hasattr(training_loop, name) for name, _ in calls)
+    assert {option for _, option in calls if option} <= {field.name for field in fields(training_loop.SparkOptions)}

@@ -245,10 +245,10 @@ def analytic_costs(
     """Return the costs of a model on a cluster; see :class:`AnalyticCosts`."""
     sizes: dict[tuple[str, tuple[int, ...], str], int] = {}
 
-    def cached_size(tensor: TensorRef, code: str = "") -> int:
-        key = (tensor.name, tensor.blocks, code)  # sizes do not depend on the microbatch
+    def cached_size(tensor: TensorRef, codec: str = "") -> int:
+        key = (tensor.name, tensor.blocks, codec)  # sizes do not depend on the microbatch
         if key not in sizes:
-            sizes[key] = size_of(tensor, code) if code else size_of(tensor)
+            sizes[key] = size_of(tensor, codec) if codec else size_of(tensor)
         return sizes[key]
 
     return AnalyticCosts(tuple(_forward_times(model, cluster.device, samples_per_microbatch)), cluster, cached_size)

@@ -104,10 +104,10 @@ def _check_receive_order(rank_instructions: Sequence[Instructions]) -> None:
 def _count_messages(rank: int, instruction: Instruction) -> Iterator[tuple[_MessageKey, int]]:
     """Yield the messages that an instruction sends, with 1, or receives, with -1; a pull is identified by its unit."""
     match instruction:
-        case Send(tensor, peer, code):
-            yield ("send", tensor, rank, peer, code), 1
-        case Recv(tensor, peer, code):
-            yield ("send", tensor, peer, rank, code), -1
+        case Send(tensor, peer, codec):
+            yield ("send", tensor, rank, peer, codec), 1
+        case Recv(tensor, peer, codec):
+            yield ("send", tensor, peer, rank, codec), -1
         case Push(tensor, peer, op="push_no_reply"):
             yield ("push_no_reply", tensor, rank, peer, ""), 1
         case Push(tensor, peer):

@@ -27,7 +27,8 @@ def bigdl(degree: int) -> tuple[Strategy, ...]:
 
 
 UNSUPPORTED_IN_BIGDL = {
-    "compress": "it truncates to 16 bits; on Spark give Options(code='bf16'), which rounds them",
-    "drop_percentage": "it needs the times of Spark tasks; give Options(drop=Drop(...)) there, and drop it here",
+    "compress": "it truncates to 16 bits; on Spark give SparkOptions(codec='bf16'), which rounds them",
+    "drop_percentage": "it needs the times of Spark tasks; drop it, and on Spark give "
+    "SparkOptions(straggler_policy=StragglerPolicy(...))",
     "core_number": "threads of a rank share its weights, always; drop it",
 }

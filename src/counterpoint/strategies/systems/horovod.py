@@ -61,14 +61,16 @@ def horovod(
             f"op=average, and multiply the learning rate by {degree} for a sum"
         )
     inside, hosts = split_by_host("horovod", degree, per_host)
-    code = compression if compression != "none" else ""
+    codec = compression if compression != "none" else ""
     buckets = uniform_buckets(fusion_threshold, cycle_ms=cycle_time, tune=autotune)
     if not hierarchical_allreduce or hosts == 1:
-        return (Data(degree, compress=code, reduce="adasum" if op == "adasum" else "sum", buckets=buckets),)
+        return (Data(degree, compress=codec, reduce="adasum" if op == "adasum" else "sum", buckets=buckets),)
     if op == "adasum":
-        return drop_trivial(Data(inside, buckets=buckets), Data(hosts, compress=code, reduce="adasum", buckets=buckets))
-    if code:
-        return drop_trivial(Data(inside, compress=code, buckets=buckets), Data(hosts, compress=code, buckets=buckets))
+        return drop_trivial(
+            Data(inside, buckets=buckets), Data(hosts, compress=codec, reduce="adasum", buckets=buckets)
+        )
+    if codec:
+        return drop_trivial(Data(inside, compress=codec, buckets=buckets), Data(hosts, compress=codec, buckets=buckets))
     return drop_trivial(Data(inside, update="sharded"), Data(hosts, buckets=buckets))
 
 

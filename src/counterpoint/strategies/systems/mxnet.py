@@ -86,16 +86,16 @@ def kvstore(
     """
     if type not in KVSTORE_TYPES:
         raise PlanError(_unknown_type_message(type))
-    place, code = KVSTORE_TYPES[type], _codec(gradient_compression)
+    place, codec = KVSTORE_TYPES[type], _codec(gradient_compression)
     if place in {"host", "devices"}:
         _check_single_worker(degree, type, servers, devices)
-        return (_single_host_strategy(degree, type, code, updates=update_on_kvstore),)
+        return (_single_host_strategy(degree, type, codec, updates=update_on_kvstore),)
     _check_even_workers(degree, devices)
     if not update_on_kvstore:
         _check_sum_only(type, servers)
-        return (Data(degree, compress=code, buckets=PER_PARAMETER),)
+        return (Data(degree, compress=codec, buckets=PER_PARAMETER),)
     consistency: ConsistencyName = "asp" if place == "async" else "bsp"
-    store = Server(degree // devices, servers or 1, consistency, compress=code)
+    store = Server(degree // devices, servers or 1, consistency, compress=codec)
     return (store,) if devices == 1 else (Data(devices, buckets=PER_PARAMETER), store)
 
 
@@ -130,14 +130,14 @@ def _check_sum_only(kind: str, servers: int) -> None:
         )
 
 
-def _single_host_strategy(degree: int, kind: str, code: str, *, updates: bool) -> Strategy:
-    if code and (KVSTORE_TYPES[kind] == "host" or kind == "nccl"):
+def _single_host_strategy(degree: int, kind: str, codec: str, *, updates: bool) -> Strategy:
+    if codec and (KVSTORE_TYPES[kind] == "host" or kind == "nccl"):
         raise PlanError(
             f"gradient_compression of kvstore needs type=device or a dist type, as in MXNet; {kind} has none: "
             "drop it, or give type=device"
         )
-    if code or not updates:
-        return Data(degree, compress=code, buckets=PER_PARAMETER)
+    if codec or not updates:
+        return Data(degree, compress=codec, buckets=PER_PARAMETER)
     return TreeReduce(degree, shape="star") if KVSTORE_TYPES[kind] == "host" else Data(degree, update="sharded")
 
 
