@@ -92,6 +92,24 @@ def test_a_missing_gradient_stays_missing_in_the_graphs_of_blocks_before():
     assert unused.grad is not None
 
 
+@pytest.mark.parametrize("last", [lambda x: x, lambda x: x.view(-1), lambda x: (x.view(-1), x * 2)])
+def test_a_view_of_an_input_has_no_part_in_what_is_unreached(last):
+    weight, other = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+    compiled = partial(torch.compile, backend=EagerGradients("aot_eager", is_chained=True))
+    hidden, _ = compiled(lambda x, y: (x * 2, y.sin()))(weight, other)
+    found = []
+    results = compiled(last)(hidden)
+    hidden.grad_fn.register_prehook(lambda _: found.append(is_unreached(other)))
+    (results if isinstance(results, torch.Tensor) else results[0]).sum().backward()
+    assert (found, other.grad) == ([True], None)
+
+
+def test_graphs_of_which_autograd_records_each_operator_are_not_watched():
+    x, weight = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+    graph, examples = graph_of(lambda x, weight: (x * 2, weight.sin()), x, weight)
+    assert EagerGradients("eager", is_chained=True)(graph, examples) == graph.forward
+
+
 @pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=3)"])
 def test_weights_that_are_read_as_casts_have_the_bits_of_an_eager_plan(plan):
     """Gathered casts are read by a function of autograd, which made zeros of a missing gradient, too."""

@@ -26,6 +26,8 @@ from counterpoint.partitioning.saved_masks import inductor_options
 Graph: TypeAlias = Any  # a module of torch.fx, or what a backend makes of it
 Affected: TypeAlias = Mapping[int, frozenset[int]]
 """Of inputs of a graph, by index, the indices of the outputs that each affects."""
+AUTOGRAD_BACKENDS = frozenset({"eager", "eager_debug", "eager_noexcept"})
+"""Backends whose graphs autograd records by operator, as without compilation: their missing gradients stay missing."""
 UNREACHED: ContextVar[tuple[int, frozenset[int] | None]] = ContextVar("UNREACHED", default=(-1, frozenset()))
 """The number of a run of autograd, and the addresses of inputs without gradient in its compiled backward; None for all.
 
@@ -69,6 +71,8 @@ class EagerGradients:
 
     def __call__(self, graph: Graph, examples: Sequence[Any]) -> Graph:
         """Return the graph compiled."""
+        if self.name in AUTOGRAD_BACKENDS:
+            return self.find_compiler()(graph, examples)
         affected = find_affected(graph, examples)
         compiled = self.find_compiler()(graph, examples)
         outputs = frozenset[int]().union(*affected.values())
@@ -79,8 +83,9 @@ class EagerGradients:
 
         def call(*args: Any) -> Any:  # noqa: ANN401 - as the graph
             inputs = [GraphInput(args[index], reached) for index, reached in affected.items()]
+            before = find_histories(args)
             results = compiled(*args)
-            watch_backward(inputs, results)
+            watch_backward(inputs, results, before)
             return results
 
         return call
@@ -167,6 +172,11 @@ def is_compiled(node: Any) -> bool:  # noqa: ANN401 - as above
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+def find_histories(args: Sequence[Any]) -> frozenset[Any]:
+    """Return the nodes of autograd that computed the inputs of a call of a graph, which may write to the inputs."""
+    return frozenset(value.grad_fn for value in args if isinstance(value, Tensor) and value.grad_fn is not None)
+
+
 def find_edges(
     result: Tensor, accepts: Callable[[Any], bool], before: frozenset[Any] = frozenset()
 ) -> Iterator[tuple[Any, int]]:
@@ -175,7 +185,7 @@ def find_edges(
     Args:
         result: the tensor.
         accepts: tells of a node whether it is wanted.
-        before: nodes that the search does not go beyond.
+        before: nodes at which the search ends; they are not yielded.
     """
     edge = get_gradient_edge(result)
     pending: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
@@ -191,15 +201,15 @@ def find_edges(
             pending.extend(node.next_functions)
 
 
-def watch_backward(inputs: Sequence[GraphInput], results: Sequence[Any]) -> None:
+def watch_backward(inputs: Sequence[GraphInput], results: Sequence[Any], before: frozenset[Any]) -> None:
     """Let the backward of one call of a graph return no gradients of inputs that affect only outputs without one.
 
     Args:
         inputs: of the call, those that affect outputs; none if all affect the same ones.
-        results: of it.
+        results: of it. One may be an input or a view of one, whose history is not of this call.
+        before: nodes of autograd that computed the inputs of the call.
     """
     by_edge = {(found.edge.node, found.edge.output_nr): found for found in inputs if found.edge is not None}
-    before = frozenset(node for node, _ in by_edge)
     outputs = {
         (node, number): index
         for index, result in enumerate(results)
