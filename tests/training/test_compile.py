@@ -184,6 +184,17 @@ def test_checkpoints_recompute_with_the_masks_of_their_forward(plan, backend):
     assert largest_difference(([], state_of(actual)), ([], state_of(expected))) <= TOLERANCE
 
 
+@pytest.mark.long(quick=["bf16-data(2)"])
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero(2, level=3)", "pipeline(2)"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_modules_that_a_checkpoint_calls_are_cast_in_a_graph(precision, plan):
+    """A forward collected the casts that it read in a list, which torch does not allow inside of a checkpoint."""
+    actual, expected = make_seeded(Recomputed), make_seeded(Recomputed)
+    run_steps(actual, plan, precision=precision, compile="segments(backend=aot_eager)")
+    run_steps(expected, plan, precision=precision)
+    assert largest_difference(([], state_of(actual)), ([], state_of(expected))) == 0
+
+
 class NarrowInside(nn.Module):
     """Dropout in an autocast of its own, which a trace has as one operation."""
 

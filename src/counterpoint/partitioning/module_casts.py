@@ -65,8 +65,7 @@ class RunningForward:
         """
         self.depth -= 1
         if self.depth == 0:
-            casts = [] if torch.compiler.is_compiling() else self.casts
-            changed = next((name for name, cast in casts if cast._version), None)  # noqa: SLF001 - torch's only way
+            changed = next((name for name, cast in self.casts if cast._version), None)  # noqa: SLF001 - torch's only way
             self.casts.clear()
             if changed is not None:
                 raise DataError(
@@ -121,7 +120,8 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
             self.note_read(name, param)
             return param
         cast = widen(self.dtype, param) if self.widens else narrow(self.dtype, param)
-        if cast is not param and self.forward.depth:
+        # no graph checks them, and torch lets none collect them inside of torch.utils.checkpoint
+        if cast is not param and self.forward.depth and not torch.compiler.is_compiling():
             self.forward.casts.append((f"{self.path}.{name}" if self.path else name, cast))
         return cast
 
