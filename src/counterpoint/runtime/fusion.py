@@ -232,10 +232,19 @@ def find_accumulating(instructions: Sequence[Instruction]) -> set[int]:
                 continued.difference_update(unit)
             case Commit() | ApplyPushes():
                 continued.clear()
-            case Collective(tensor=tensor) | Send(tensor) | Recv(tensor) | Push(tensor) | Free(tensor):
-                if tensor.name in GRADIENTS:
-                    continued.difference_update(tensor.blocks)
-            case _:
+            case (
+                Send(tensor)
+                | Recv(tensor)
+                | Push(tensor)
+                | Pull(tensor)
+                | Free(tensor)
+                | Fetch(tensor)
+                | Offload(tensor)
+            ):
+                continued.difference_update(tensor.blocks if tensor.name in GRADIENTS else ())
+            case Collective(tensor=tensor):
+                continued.difference_update(tensor.blocks if tensor.name in GRADIENTS else ())
+            case Forward() | Recompute():
                 pass
     return found
 
