@@ -275,6 +275,51 @@ def test_memory_of_a_parameter_in_a_list_or_a_private_attribute_is_refused(kind,
         train(kind, "data(2)", 1)
 
 
+class HoldsAlternateRows(Net):
+    """Two parameters of one storage, and two buffers of another, without an element in common."""
+
+    even_mean: torch.Tensor
+    odd_mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        rows = torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8)
+        means = rows.clone()
+        self.even, self.odd = nn.Parameter(rows[::2]), nn.Parameter(rows[1::2])
+        self.register_buffer("even_mean", means[::2])
+        self.register_buffer("odd_mean", means[1::2])
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.even_mean.mul_(0.5)
+        shift = self.even.sum(0) + self.odd.prod(0) + self.even_mean.sum(0) + self.odd_mean.sum(0)
+        return self.finish(torch.tanh(self.first(x)) + shift)
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "zero3(2)", "pipeline(2)"])
+def test_views_that_interleave_train_as_in_a_loop(plan):
+    """Only the first and the last address counted, so that rows between others were refused as the same memory."""
+    assert max_difference(train(HoldsAlternateRows, plan, 1), loop(HoldsAlternateRows)) < 1e-12
+
+
+class HoldsLargeBase(Net):
+    """A tensor that contains two parameters, the second of them behind the first."""
+
+    def __init__(self):
+        super().__init__()
+        base = torch.ones(3, 8, dtype=torch.float64)
+        self.base, self.gain, self.shift = base[:, :7], nn.Parameter(base[0, 7:]), nn.Parameter(base[2, :7])
+
+    def forward(self, x):
+        return self.finish(torch.tanh(self.first(x)) * self.gain + self.shift.sum())
+
+
+def test_a_tensor_around_several_others_is_compared_with_all_of_them():
+    """Only the next one in memory was compared, with which it has no element in common."""
+    with pytest.raises(PlanError, match="base is no parameter, but has the memory of shift"):
+        train(HoldsLargeBase, "data(2)", 1)
+
+
 PLANS = [("solo", 4), ("data(2)", 1), ("data(2)", 2), ("zero3(4)", 1), ("pipeline(2)", 4), ("pipeline(2) * data(2)", 2)]
 
 

@@ -30,6 +30,8 @@ MAX_ENTRIES = 10_000
 """Of a collection inside of another value."""
 MAX_ELEMENTS = 4_000_000
 """Of a tensor or an array, which is copied."""
+MAX_SHARE_WORK = 100_000
+"""Candidates that are tried for an element that two tensors have in common."""
 DTYPES = frozenset({
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64, torch.complex64, torch.complex128,
@@ -100,6 +102,32 @@ def memory_extent(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
+
+
+def share_elements(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two strided tensors have an element in common, which every second row and the rows between have not.
+
+    Where the answer takes too long to find, it is that they do.
+    """
+    try:
+        return np.shares_memory(_AddressedArray(first).array, _AddressedArray(second).array, max_work=MAX_SHARE_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _AddressedArray:
+    """An array with the address, shape and strides of a tensor on any device, whose values must not be read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "data": (tensor.data_ptr(), True),
+        }
+        self.array = np.asarray(self)
 
 
 def _is_library(value: object) -> bool:

@@ -44,7 +44,7 @@ from counterpoint.partitioning.module_casts import abort_forward
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE
 from counterpoint.partitioning.partitioned_model import canonical_names
 from counterpoint.partitioning.pytree import TensorTree, register_dataclasses, strip_unknown_leaves
-from counterpoint.partitioning.stores import memory_extent
+from counterpoint.partitioning.stores import share_elements
 from counterpoint.partitioning.tracing.lazy_networkx import without_networkx
 
 
@@ -591,8 +591,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
     """Tell whether two tensors have memory in common, which disjoint parts of one storage have not."""
-    (start, stop), (other_start, other_stop) = memory_extent(first), memory_extent(second)
-    return _storage_of(first) == _storage_of(second) and start < other_stop and other_start < stop
+    return _storage_of(first) == _storage_of(second) and share_elements(first, second)
 
 
 def _read_buffers_once(buffers: dict[fx.Node, str]) -> None:

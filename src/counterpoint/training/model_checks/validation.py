@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,7 +18,7 @@ from counterpoint.optim.low_bit_adam import LowBitAdam
 from counterpoint.optim.validation import shorten
 from counterpoint.partitioning.dry_run import MODULE_ATTRIBUTES, TrainingModes
 from counterpoint.partitioning.own_generators import find_reachable
-from counterpoint.partitioning.stores import memory_extent
+from counterpoint.partitioning.stores import memory_extent, share_elements
 from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import find_sync_modules, forward_microbatches
@@ -228,21 +227,18 @@ def require_no_shared_memory(model: nn.Module, plan: Plan, replaced: Collection[
     params = dict(model.named_parameters())
     known = {id(param) for param in params.values()}
     others = [(name, one) for name, one in named_tensors(model) if id(one) not in known and name not in replaced]
-    extents = sorted(
-        (*extent, name, kind)
-        for kind, tensors in (("a parameter", params.items()), ("no parameter", others))
-        for name, extent in memory_extents(tensors)
-    )
-    for (_, stop, name, kind), (start, _, other, other_kind) in pairwise(extents):
-        if stop > start and kind == other_kind == "a parameter":
+    named = [(name, tensor, True) for name, tensor in params.items()]
+    named += [(name, tensor, False) for name, tensor in others]
+    for (name, is_param), (other, is_other_param) in find_shared_memory(named):
+        if is_param and is_other_param:
             raise PlanError(
                 f"{name} and {other} are two parameters in one piece of memory, but under {plan} ranks move each "
                 "parameter to memory of its own, where they would diverge; make them one parameter "
                 "(second.weight = first.weight), which may have several names and is reduced and updated once, or give "
                 "one of them a copy (nn.Parameter(weight.detach().clone()))"
             )
-        if stop > start and kind != other_kind:
-            param, view = (name, other) if kind == "a parameter" else (other, name)
+        if is_param != is_other_param:
+            param, view = (name, other) if is_param else (other, name)
             raise PlanError(
                 f"{view} is not a parameter, but has the memory of {param}, and under {plan} ranks move each parameter "
                 f"to memory of its own, where {view} would keep the first values; use the parameter itself, or a copy "
@@ -264,17 +260,16 @@ def require_no_other_name(model: nn.Module, replaced: Collection[str]) -> None:
     """
     if not replaced:
         return
-    extents = memory_extents(named_tensors(model))
-    others = [(name, extent) for name, extent in extents if name not in replaced]
-    for name, (start, stop) in sorted(extents):
-        for other, (other_start, other_stop) in others if name in replaced else ():
-            if other_start < stop and start < other_stop:
-                raise PlanError(
-                    f"the forward of {type(model).__name__} replaces the buffer {name} by another tensor, and {other} "
-                    "has the memory of the one that it was, into which ranks copy the new values, so that "
-                    f"{other} would change with it; give {other} a copy (self.{name.rpartition('.')[2]}.clone()), or "
-                    "change the buffer in place (copy_(...)) if both are meant to change"
-                )
+    named = [(name, tensor, name in replaced) for name, tensor in named_tensors(model)]
+    for (one, is_replaced), (two, is_other_replaced) in find_shared_memory(named):
+        if is_replaced != is_other_replaced:
+            name, other = (one, two) if is_replaced else (two, one)
+            raise PlanError(
+                f"the forward of {type(model).__name__} replaces the buffer {name} by another tensor, and {other} has "
+                f"the memory of the one that it was, into which ranks copy the new values, so that {other} would "
+                f"change with it; give {other} a copy (self.{name.rpartition('.')[2]}.clone()), or change the buffer "
+                "in place (copy_(...)) if both are meant to change"
+            )
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -292,13 +287,28 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"{path}.{key}".lstrip("."), leaf
 
 
-def memory_extents(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, int]]]:
-    """Return the names of tensors with the first address and the one after the last, of those that have memory."""
-    return [
-        (name, memory_extent(tensor))
-        for name, tensor in tensors
-        if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
-    ]
+def find_shared_memory(
+    named: Iterable[tuple[str, Tensor, bool]],
+) -> Iterator[tuple[tuple[str, bool], tuple[str, bool]]]:
+    """Yield the names, with their marks, of each two tensors that have an element of memory in common.
+
+    Args:
+        named: tensors with a name and a mark; those without memory are left out.
+    """
+    extents = sorted(
+        (
+            (*memory_extent(tensor), name, is_marked, tensor)
+            for name, tensor, is_marked in named
+            if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
+        ),
+        key=lambda extent: extent[:4],
+    )
+    for index, (_, stop, name, is_marked, tensor) in enumerate(extents):
+        for start, _, other, is_other_marked, other_tensor in extents[index + 1 :]:
+            if start >= stop:
+                break
+            if share_elements(tensor, other_tensor):
+                yield (name, is_marked), (other, is_other_marked)
 
 
 def require_values(inputs: object) -> None:
