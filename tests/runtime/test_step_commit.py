@@ -125,6 +125,12 @@ def test_the_result_does_not_depend_on_the_member():
     assert decide_step(reports, (0, 1), CLIP) == decide_step([round_trip(report) for report in reports], (0, 1), CLIP)
 
 
+def test_the_error_of_an_asynchronous_pipeline_says_which_updates_may_be_applied():
+    """It said that the parameters are unchanged, while other stages had applied the batch or earlier ones."""
+    with pytest.raises(DataError, match=r"some may have applied this batch, and some not yet .* last checkpoint"):
+        require_finite(skipped("it is nan"), 7, 1, StepGuard(), is_async_pipeline=True)
+
+
 def test_a_skip_reason_ends_the_run_or_skips_until_there_are_too_many():
     with pytest.raises(DataError, match=r"^step 7 cannot be applied: it is nan; the parameters are unchanged"):
         require_finite(skipped("it is nan"), 7, 1, StepGuard())

@@ -512,6 +512,13 @@ def may_overflow(reports: Sequence[StepReport]) -> bool:
     return sum(report.grads.share for report in reports) >= 1.0 and all(report.is_finite for report in reports)
 
 
+IN_FLIGHT_STATE = (
+    "the stage that found it does not apply it, but the stages of an asynchronous pipeline update one after the other: "
+    "some may have applied this batch, and some not yet those before it, so go on from the last checkpoint"
+)
+"""What the parameters of an asynchronous pipeline are after an error."""
+
+
 def require_finite(
     result: StepResult,
     step: int,
@@ -539,6 +546,7 @@ def require_finite(
     skip_reason = result.skip_reason
     if skip_reason and guard.nonfinite == "error":
         clip = "clip_norm=1.0, clip_by='stage'" if is_async_pipeline else "clip_norm=1.0"
+        state = IN_FLIGHT_STATE if is_async_pipeline else "the parameters are unchanged"
         remedy = ""
         if result.nonfinite == "gradients" and isinstance(guard.loss_scale, DynamicLossScale):
             skip_reason += f", at the smallest loss scale, {result.loss_scale:g}"
@@ -546,9 +554,8 @@ def require_finite(
             skip_reason += f", with loss_scale={result.loss_scale:g}"
             remedy = "give a smaller loss_scale, or 'dynamic', "
         raise DataError(
-            f"step {step} cannot be applied: {skip_reason}; the parameters are unchanged; {remedy}check the samples of "
-            f"this step, lower the learning rate or clip with {clip}, or pass nonfinite='skip' to skip such steps on "
-            "all ranks"
+            f"step {step} cannot be applied: {skip_reason}; {state}; {remedy}check the samples of this step, lower the "
+            f"learning rate or clip with {clip}, or pass nonfinite='skip' to skip such steps on all ranks"
         )
     if num_skipped > guard.max_consecutive_skips:
         raise DataError(
