@@ -251,7 +251,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes():
         PlanError, match=r"a batch of 30 samples cannot be split into the 8 equal microbatches of data\(4\)"
     ):
         plan.require_batch(30)
-    with pytest.raises(PlanError, match="give batch_size=24 or 32, or another number"):
+    with pytest.raises(PlanError, match="give batch_size=24 or 32, or give another num_microbatches"):
         plan.require_batch(30)
     with pytest.raises(PlanError, match="give batch_size=8, or another number"):
         plan.require_batch(5)

@@ -136,7 +136,9 @@ def test_a_batch_that_does_not_divide_is_refused_before_the_first_step():
     (x, _, targets), *_ = batches((7,))
     with (
         pytest.raises(
-            cp.PlanError, match=r"^a batch of 7 samples cannot be split into the 2 equal microbatches of data"
+            cp.PlanError,
+            match=r"^a batch of 7 samples cannot be split into the 2 equal microbatches of data.*; call the step with 6 or "
+            r"8 samples in all, or give another num_microbatches$",
         ),
         cp.parallelize(model, ADAMW, F.cross_entropy, strategy="data(2)") as step,
     ):

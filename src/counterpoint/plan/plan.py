@@ -215,8 +215,12 @@ class Plan:
         """Number of microbatches of the global batch, over all replicas."""
         return self.num_microbatches * prod(strategy.degree for strategy in self.strategies if strategy.splits_batch)
 
-    def require_batch(self, batch_size: int) -> None:
+    def require_batch(self, batch_size: int, *, is_own_loop: bool = False) -> None:
         """Check that a global batch can be split into microbatches of equal size.
+
+        Args:
+            batch_size: samples of the global batch.
+            is_own_loop: whether a loop of the user's gives the batches, so that there is no ``batch_size`` to change.
 
         Raises:
             PlanError: it cannot; the message has the nearest sizes that can.
@@ -225,11 +229,11 @@ class Plan:
         if batch_size % count:
             lower = batch_size - batch_size % count
             sizes = f"{lower} or {lower + count}" if lower else f"{count}"
+            remedy = f"call the step with {sizes} samples in all" if is_own_loop else f"give batch_size={sizes}"
             with plan_error_at(self.source, "num_microbatches"):
                 raise PlanError(
                     f"a batch of {batch_size} samples cannot be split into the {count} equal microbatches of {self} "
-                    f"with num_microbatches={self.num_microbatches}; give batch_size={sizes}, or another number of "
-                    "microbatches"
+                    f"with num_microbatches={self.num_microbatches}; {remedy}, or give another num_microbatches"
                 )
 
     @property

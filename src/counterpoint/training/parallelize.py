@@ -306,7 +306,7 @@ class TrainStep:
             )
         global_size = max(counts) * (ranks.plan.global_num_microbatches // ranks.plan.num_microbatches)
         self.resolve_plan(partial(slice_samples, batch[0], 0, min(*counts, MAX_TRACE_SAMPLES)), global_size)
-        ranks.plan.require_batch(global_size)
+        ranks.plan.require_batch(global_size, is_own_loop=True)
         size = split_batch(global_size, ranks.plan.global_num_microbatches)[0][1]
         part, own = slice_samples(batch[0], 0, min(*counts, size)), counts[ranks.world.fabrics[0].rank]
         whole = make_global_batch(batch, own, 1)
@@ -429,7 +429,7 @@ class TrainStep:
             self.require_same_ranks(facts)
         self.resolve_plan(partial(slice_samples, inputs, 0, min(count, MAX_TRACE_SAMPLES)), count, batches[0])
         if len(batches) == 1:
-            local_ranks.plan.require_batch(count)
+            local_ranks.plan.require_batch(count, is_own_loop=True)
         elif not self.has_fixed_microbatches:
             local_ranks.use_plan(local_ranks.plan.with_microbatches_of(len(batches)))
         _, share = split_batch(local_ranks.plan.global_num_microbatches, len(batches))[0]

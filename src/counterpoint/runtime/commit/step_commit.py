@@ -519,6 +519,10 @@ IN_FLIGHT_STATE = (
 """What the parameters of an asynchronous pipeline are after an error."""
 
 
+MASK_REMEDY = "if no value of that microbatch counts, as under a mask, return cp.WeightedMean(total, weight); else "
+"""A mean over nothing is nan, although that of the whole batch may be a number."""
+
+
 def require_finite(
     result: StepResult,
     step: int,
@@ -553,6 +557,8 @@ def require_finite(
         elif result.nonfinite == "gradients" and guard.loss_scale is not None and result.loss_scale > 1:
             skip_reason += f", with loss_scale={result.loss_scale:g}"
             remedy = "give a smaller loss_scale, or 'dynamic', "
+        elif result.nonfinite == "losses" and skip_reason.endswith(" is nan"):
+            remedy = MASK_REMEDY
         raise DataError(
             f"step {step} cannot be applied: {skip_reason}; {state}; {remedy}check the samples of this step, lower the "
             f"learning rate or clip with {clip}, or pass nonfinite='skip' to skip such steps on all ranks"
