@@ -253,7 +253,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes():
         plan.require_batch(30)
     with pytest.raises(PlanError, match="give batch_size=24 or 32, or give another num_microbatches"):
         plan.require_batch(30)
-    with pytest.raises(PlanError, match="give batch_size=8, or another number"):
+    with pytest.raises(PlanError, match="give batch_size=8, or give another num_microbatches"):
         plan.require_batch(5)
 
 

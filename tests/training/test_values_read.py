@@ -3,6 +3,7 @@
 import logging
 import re
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,3 +159,31 @@ def test_flags_that_a_loss_reads_may_differ(monkeypatch):
     assert describe_function(loss) == own
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     assert describe_function(loss) != own
+
+
+def make_loss(scale=1.0, verbose=None, logger=None):
+    def loss(output, targets, *, debug=verbose):
+        if verbose or debug:
+            logger.info("called")
+        return F.mse_loss(output, targets) * scale
+
+    return loss
+
+
+def test_flags_in_a_closure_a_default_or_a_partial_may_differ_and_settings_may_not():
+    """Only those in globals might: a logger that rank 0 alone has was refused as another loss."""
+    own = describe_function(make_loss())
+    assert describe_function(make_loss(verbose=True, logger=logging.getLogger("loss"))) == own
+    assert describe_function(make_loss(scale=2.0)) != own
+    given = [describe_function(partial(F.mse_loss, verbose=verbose)) for verbose in (True, False)]
+    assert given[0] == given[1]
+    assert describe_function(partial(F.mse_loss, reduction="sum")) not in given
+
+
+def test_a_variable_of_a_closure_that_is_not_assigned_yet_is_left_out():
+    def loss(output, targets):
+        return F.mse_loss(output, targets) * later
+
+    text = describe_function(loss)
+    later = 2.0
+    assert describe_function(loss) != text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from hashlib import sha256
@@ -60,7 +61,8 @@ REMEDIES = {
     "and draw no noise that differs; or pass batches='per_rank' to parallelize",
     "the order of samples": "give samplers, and their generators, the same seed on all of them",
     "the model": "call model.train(), or model.eval(), on all of them",
-    "the loss": "give the same function, with the same code and the same settings, on all of them",
+    "the loss": "give the same function, with the same code and the same settings, on all of them, or, if results do "
+    "not depend on a setting, a name with rank, or with a word such as main, verbose or log, which is not compared",
     "the plan": "give the same strategy and num_microbatches on all of them",
     "the call": "every rank runs the same script: make the same calls in the same order on all of them",
 }
@@ -335,7 +337,8 @@ def describe_function(function: object, depth: int = 0) -> str:
         False
     """
     if isinstance(function, partial):
-        given = [describe_value(value, depth) for value in (*function.args, *sorted(function.keywords.items()))]
+        keywords = [(name, value) for name, value in sorted(function.keywords.items()) if not _is_flag(name, value)]
+        given = [describe_value(value, depth) for value in (*function.args, *keywords)]
         return f"partial of {describe_function(function.func, depth)} with {shorten(', '.join(given))}"
     if isinstance(function, MethodType):
         return f"{describe_function(function.__func__, depth)} of {describe_object(function.__self__, depth)}"
@@ -348,15 +351,35 @@ def describe_function(function: object, depth: int = 0) -> str:
         return f"{name}, code {digest(repr((parts, state)))}"
     unwrapped: object = unwrap(function) if callable(function) else function
     if isinstance(unwrapped, FunctionType):
-        cells = [cell.cell_contents for cell in unwrapped.__closure__ or ()]
-        given = [
-            describe_value(value, depth + 1) for value in (*cells, unwrapped.__defaults__, unwrapped.__kwdefaults__)
-        ]
+        given = [describe_value(value, depth + 1) for value in _values_given_to(unwrapped)]
         code = describe_code(unwrapped.__code__), given, list(describe_globals(unwrapped, depth + 1))
         return f"{unwrapped.__qualname__}, code {digest(repr(code))}"
     if hasattr(function, "__name__"):
         return str(function.__name__)
     return describe_object(function, depth)
+
+
+def _values_given_to(function: FunctionType) -> Iterator[object]:
+    """Yield the variables of a function's closure and its defaults, without those that may differ between ranks."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # of a variable that is not assigned yet
+            value = cell.cell_contents
+            if not _is_flag(name, value):
+                yield value
+    params = code.co_varnames[: code.co_argcount]
+    named = [
+        *zip(params[len(params) - len(defaults) :], defaults, strict=True),
+        *(function.__kwdefaults__ or {}).items(),
+    ]
+    for name, value in named:
+        if not _is_flag(name, value):
+            yield (name, value)
+
+
+def _is_flag(name: str, value: object) -> bool:
+    """Tell whether a value may differ between ranks, as its name says, and is no code."""
+    return may_differ(name) and not callable(value)
 
 
 def describe_globals(function: FunctionType, depth: int) -> Iterator[tuple[str, str]]:
