@@ -175,9 +175,9 @@ def test_flags_in_a_closure_a_default_or_a_partial_may_differ_and_settings_may_n
     own = describe_function(make_loss())
     assert describe_function(make_loss(verbose=True, logger=logging.getLogger("loss"))) == own
     assert describe_function(make_loss(scale=2.0)) != own
-    given = [describe_function(partial(F.mse_loss, verbose=verbose)) for verbose in (True, False)]
+    given = [describe_function(partial(make_loss, verbose=verbose)) for verbose in (True, False)]
     assert given[0] == given[1]
-    assert describe_function(partial(F.mse_loss, reduction="sum")) not in given
+    assert describe_function(partial(make_loss, scale=2.0)) not in given
 
 
 def test_a_variable_of_a_closure_that_is_not_assigned_yet_is_left_out():

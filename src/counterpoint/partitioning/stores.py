@@ -110,7 +110,8 @@ def share_elements(first: Tensor, second: Tensor) -> bool:
     Where the answer takes too long to find, it is that they do.
     """
     try:
-        return np.shares_memory(_AddressedArray(first).array, _AddressedArray(second).array, max_work=MAX_SHARE_WORK)
+        arrays = _AddressedArray(first).array, _AddressedArray(second).array
+        return np.shares_memory(*arrays, max_work=MAX_SHARE_WORK)  # type: ignore[arg-type]  # numpy takes any number
     except np.exceptions.TooHardError:
         return True
 

@@ -227,7 +227,7 @@ def require_no_shared_memory(model: nn.Module, plan: Plan, replaced: Collection[
     params = dict(model.named_parameters())
     known = {id(param) for param in params.values()}
     others = [(name, one) for name, one in named_tensors(model) if id(one) not in known and name not in replaced]
-    named = [(name, tensor, True) for name, tensor in params.items()]
+    named: list[tuple[str, Tensor, bool]] = [(name, tensor, True) for name, tensor in params.items()]
     named += [(name, tensor, False) for name, tensor in others]
     for (name, is_param), (other, is_other_param) in find_shared_memory(named):
         if is_param and is_other_param:
