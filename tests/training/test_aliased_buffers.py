@@ -329,3 +329,21 @@ PLANS = [("solo", 4), ("data(2)", 1), ("data(2)", 2), ("zero3(4)", 1), ("pipelin
 def test_an_attribute_that_each_forward_fills_again_is_that_of_the_microbatch(kind, plan, num_microbatches):
     """Ranks of one process wrote to one tensor, and ``data(2)`` took a restored tensor for a change of the user's."""
     assert max_difference(train(kind, plan, num_microbatches), loop(kind)) < 1e-12
+
+
+@pytest.mark.parametrize("plan", ["solo", "data(2)", "pipeline(2)"])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_buffer_that_is_replaced_between_steps_changes_nothing_that_has_its_memory(plan, is_copied):
+    """The attribute got the new values, without a word; with the copy that the error names it keeps the old ones."""
+    model = build_seeded(Net)
+    model.same, model.entries, model.part = (model.scale.clone(),) * 3 if is_copied else (model.scale,) * 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy=plan) as step:
+        step(torch.ones(4, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64))
+        model.scale = model.scale * 2
+        if is_copied:
+            step(torch.ones(4, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64))
+        else:
+            with pytest.raises(cp.DataError, match=r"the buffer scale was replaced .* has the memory of the one"):
+                step(torch.ones(4, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64))
+    assert torch.equal(model.same, torch.ones(8, dtype=torch.float64))

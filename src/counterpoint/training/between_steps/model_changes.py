@@ -36,6 +36,7 @@ from counterpoint.training.agreement.weight_values import checksum_of
 from counterpoint.training.between_steps.attribute_changes import AttributeCheck
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
+from counterpoint.training.model_checks.validation import find_shared_memory, named_tensors
 
 DTYPE_OF, VERSION_OF, ADDRESS_OF = attrgetter("dtype"), attrgetter("_version"), methodcaller("data_ptr")
 
@@ -494,7 +495,7 @@ class BufferChanges:
 
     def __init__(self, model: nn.Module, ranks: Collection[RankRuntime]) -> None:
         self.ranks = ranks
-        self.slots = BufferSlots(model)
+        self.model, self.slots = model, BufferSlots(model)
         held = {id(buffer) for rank in ranks for buffer in rank.interpreter.store.buffers.values()}
         named = [*model.named_buffers()]
         self.held_buffers = [(name, buffer) for name, buffer in named if id(buffer) in held]
@@ -518,11 +519,12 @@ class BufferChanges:
         """Load the buffers that were changed since :meth:`record` into all ranks.
 
         Raises:
-            DataError: one was replaced by a tensor of another shape or dtype.
+            DataError: one was replaced by a tensor of another shape or dtype, or while another tensor has its memory.
         """
         if not self.slots.slots:
             return  # the model had no buffers, and StructureCheck finds new ones
         with without_stale_reads(), torch.no_grad():
+            self._require_own_memory()
             self.slots.adopt()
             if not self.find_changes():
                 return
@@ -531,6 +533,33 @@ class BufferChanges:
                     for rank in self.ranks:
                         assign_values(rank.interpreter.store.buffers[name], buffer)
         self.record()
+
+    def _require_own_memory(self) -> None:
+        """Check that no other tensor of the model has the memory of a buffer that was replaced.
+
+        Raises:
+            DataError: one has, and would get the new values, which are copied into that memory.
+        """
+        replaced = [
+            (full_name, name, buffer)
+            for full_name, buffers, name, buffer in self.slots.slots
+            if buffers.get(name, buffer) is not buffer
+        ]
+        if not replaced:
+            return
+        named = [(name, tensor, False) for name, tensor in named_tensors(self.model)]
+        for full_name, name, buffer in replaced:
+            others = [each for each in named if each[0] != full_name]
+            for pair in find_shared_memory([(full_name, buffer, True), *others]):
+                other = next((found for found, is_replaced in pair if not is_replaced), "")
+                if any(is_replaced for _, is_replaced in pair):
+                    self.slots.restore()
+                    raise DataError(
+                        f"the buffer {full_name} was replaced by another tensor between two steps, and {other} has the "
+                        f"memory of the one that it was, into which ranks copy the new values, so that {other} would "
+                        f"change with it; give {other} a copy (self.{name}.clone()) when the model is made, or change "
+                        "the buffer in place (copy_(...)) if both are meant to change"
+                    )
 
     def find_changes(self) -> bool:
         """Add to ``changed`` what was changed since :meth:`record`; return whether anything may have been."""
