@@ -22,10 +22,12 @@ class CommandEntry:
     Args:
         summary: one line for the list of commands.
         settings: settings of its parser.
+        function: the name of its function and module, if a function cannot have the command's.
     """
 
     summary: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    function: str = ""
 
 
 COMMANDS = {
@@ -41,6 +43,7 @@ COMMANDS = {
     "plan": CommandEntry("List the plans for a number of ranks, with predicted times."),
     "profile": CommandEntry("Profile the model of a script or a job layer by layer."),
     "export": CommandEntry("Write a checkpoint as the state_dict of the model and of the optimizer."),
+    "import": CommandEntry("Write a checkpoint of DeepSpeed's as one of this library's.", function="import_checkpoint"),
     "probe": CommandEntry("Measure compute speed and links of ranks, and write a cluster file."),
     "show": CommandEntry("Show the program of a plan, or of the plan of a script: text, timeline and cost."),
     "verify": CommandEntry("Verify a program that is read from a file, or the checkpoints in a folder."),
@@ -48,7 +51,7 @@ COMMANDS = {
     "bench": CommandEntry("Run a benchmark side by side with the peers that are installed."),
     "doctor": CommandEntry("Find problems of this machine for training, and their fixes."),
 }
-"""The command NAME is the function NAME of ``counterpoint.cli.NAME``."""
+"""The command NAME is the function NAME of ``counterpoint.cli.NAME``, or that which its entry names."""
 
 RENAMED_FLAGS = {"--again": "--remeasure", "--cut": "--snapshot", "--deadline": "--timeout", "--timing": "--profile"}
 """Present names of options of commands by the names that they had before."""
@@ -99,6 +102,7 @@ def build_app(argv: Sequence[str]) -> typer.Typer:
 
 def load_command(name: str) -> Callable[..., object]:
     """Return the function of a command."""
+    name = COMMANDS[name].function or name
     function: Callable[..., object] = getattr(importlib.import_module(f"counterpoint.cli.{name}"), name)
     return function
 

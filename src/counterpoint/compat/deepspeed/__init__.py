@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from counterpoint.compat.deepspeed import zero
     from counterpoint.compat.deepspeed.start import add_config_arguments, init_distributed, initialize
     from counterpoint.compat.deepspeed.wrapped_model import DeepSpeedModel
+    from counterpoint.compat.deepspeed.zero_import import import_checkpoint
 
 __all__ = [
-    "BatchSizes", "DeepSpeedConfig", "DeepSpeedModel", "add_config_arguments", "init_distributed", "initialize",
-    "read_config", "zero",
+    "BatchSizes", "DeepSpeedConfig", "DeepSpeedModel", "add_config_arguments", "import_checkpoint",
+    "init_distributed", "initialize", "read_config", "zero",
 ]  # fmt: skip
 
 
@@ -32,6 +33,6 @@ def __getattr__(name: str) -> object:
         return counterpoint.compat.deepspeed.zero
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from counterpoint.compat.deepspeed import start
+    from counterpoint.compat.deepspeed import start, zero_import
 
-    return getattr(start, name)
+    return getattr(zero_import if name == "import_checkpoint" else start, name)

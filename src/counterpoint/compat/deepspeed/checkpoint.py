@@ -7,6 +7,7 @@
     folder/global_step7/optimizer-0-of-2.state     of each parameter, the range of elements that rank 0 updates, and its
     folder/global_step7/optimizer-1-of-2.state     state; likewise rank 1
 
+A checkpoint that DeepSpeed has saved with ZeRO is read, too (:mod:`counterpoint.compat.deepspeed.zero_files`).
 A checkpoint is written to a new folder and renamed. Files are encoded by :mod:`counterpoint.value_codec`; nothing is
 pickled.
 """
@@ -25,12 +26,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from counterpoint.compat.deepspeed.grad_update import GradientUpdate, ShardedUpdate, WholeUpdate
+from counterpoint.compat.deepspeed.zero_files import ZeroCheckpoint, has_zero_files, read_zero_checkpoint
 from counterpoint.errors import CheckpointError, CounterpointError, DataError, ProtocolError, error_text
 from counterpoint.fabric.fabric import Fabric
 from counterpoint.file_reader import open_regular_file
 from counterpoint.file_writer import replace_file
 from counterpoint.runtime.loss.loss_scale import LossScaler
 from counterpoint.runtime.optimizer_spec import is_scalar_state
+from counterpoint.training.checkpointing.save_restore import name_state_dict
 from counterpoint.value_codec import decode_value, encode_value
 
 FORMAT = "counterpoint deepspeed checkpoint 1"
@@ -213,8 +216,11 @@ def load_checkpoint(wrapped: TrainedModel, folder: Path, tag: str | None) -> tup
     if TAG.fullmatch(tag) is None:
         raise CheckpointError(f"tag={tag!r} is not a name of a folder; give letters, digits, '_', '-' and '.'")
     path = folder / tag
-    run, states = _read(path / "model.state"), _read_shards(path)
     try:
+        if has_zero_files(path):
+            run, states = convert_zero_checkpoint(read_zero_checkpoint(path), wrapped)
+        else:
+            run, states = _read(path / "model.state"), _read_shards(path)
         _restore(wrapped, run, states)
         return str(path), run["client_state"]
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
@@ -222,6 +228,43 @@ def load_checkpoint(wrapped: TrainedModel, folder: Path, tag: str | None) -> tup
             f"{path} does not fit the model, its optimizer or its schedule: {error_text(error)}; build the same ones "
             "as for the checkpoint"
         ) from error
+
+
+def convert_zero_checkpoint(
+    saved: ZeroCheckpoint, wrapped: TrainedModel
+) -> tuple[dict[str, Any], dict[str, list[ParamState]]]:
+    """Return what DeepSpeed has saved as the content of the files here.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    tensors = {**saved.trained, **saved.frozen, **saved.buffers}
+    names = name_state_dict(wrapped.module)
+    missing, others = {*names.values()} - tensors.keys(), tensors.keys() - {*names.values()}
+    if missing or others:
+        raise ValueError(f"the file and the model do not share {', '.join(sorted({*missing, *others}))}")
+    position, update = 0, wrapped.update
+    trained = [update.names[id(param)] for param, requires_grad in update.given if requires_grad]
+    for index, group in enumerate(saved.groups):
+        own, position = trained[position : position + len(group.names)], position + len(group.names)
+        if {*own} != {*group.names}:
+            raise ValueError(f"group {index} of the optimizer has {', '.join(own)}, and saved were {group.names}")
+    states = {}
+    for name, state in saved.states.items():
+        weight = saved.trained[name]
+        whole = {key: value for key, value in state.items() if is_scalar_state(key, value, weight)}
+        elements = {key: value.reshape(-1) for key, value in state.items() if key not in whole}
+        states[name] = [ParamState(0, weight.numel(), elements, whole)]
+    steps = saved.run["steps"]
+    run = {
+        "model": {name: tensors[stored] for name, stored in names.items()},
+        "counts": [steps, saved.run["skipped_steps"], steps * wrapped.gradient_accumulation_steps()],
+        "loss_scale": list(saved.run["loss_scale"]),
+        "options": [group.options for group in saved.groups],
+        "scheduler": saved.run["schedule"],
+        "client_state": saved.run["client_state"],
+    }
+    return run, states
 
 
 def _restore(wrapped: TrainedModel, run: Mapping[str, Any], states: Mapping[str, list[ParamState]]) -> None:
