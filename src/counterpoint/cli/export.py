@@ -15,7 +15,8 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A run's folder, a folder of checkpoints, or a checkpoint.")],
     *,
     file_format: Annotated[
-        Literal["pt", "safetensors"], typer.Option("--format", help="Format of the weights.")
+        Literal["pt", "safetensors", "deepspeed"],
+        typer.Option("--format", help="Format of the weights; deepspeed is its universal checkpoint."),
     ] = "pt",
     output: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("export"),
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; the newest if omitted.")] = None,

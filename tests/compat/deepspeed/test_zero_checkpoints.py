@@ -215,3 +215,56 @@ def test_shards_of_another_size_are_an_error(tmp_path):
     torch.save(content, path)
     with pytest.raises(CheckpointError, match=r"cannot be put together: ValueError: last.weight ends at element"):
         read_zero_checkpoint(path.parent)
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """The folder of a universal checkpoint; DeepSpeed 0.19.8 continues from it at stages 1 and 2 with ``CONTINUED``."""
+    deepspeed.import_checkpoint(SAVED / "s2fp32", tmp_path / "in")
+    with pytest.warns(
+        RuntimeWarning, match=r"does not restore .*frozen.weight.*; at stage 3 the options of the 2 groups"
+    ):
+        cp.export_checkpoint(tmp_path / "in", tmp_path / "out", file_format="deepspeed")
+    return tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
+
+
+def test_a_universal_checkpoint_has_the_bits_of_each_parameter(exported):
+    original = saved("s2fp32")
+    for name, weight in original.trained.items():
+        stored = {path.stem: torch.load(path, weights_only=True) for path in (exported / "zero" / name).iterdir()}
+        assert stored.pop("step") == 3.0
+        assert stored.keys() == {"fp32", "exp_avg", "exp_avg_sq"}
+        for key, value in {**original.states[name], "fp32": weight}.items():
+            assert key == "step" or torch.equal(stored[key]["param"], value)
+
+
+def test_a_universal_checkpoint_has_the_counts_the_schedule_and_the_options(exported):
+    model = torch.load(exported / "mp_rank_00_model_states.pt", weights_only=True)
+    counts = [model[key] for key in ("global_steps", "buffer_names", "shared_params")]
+    assert counts == [3, ["scale"], {"again.weight": "mid.weight"}]
+    assert model["lr_scheduler"]["last_batch_iteration"] == 2
+    TiedNet().load_state_dict(model["module"])
+    options = torch.load(exported / "zero" / "optimizer_state.pt", weights_only=True)
+    assert [group["weight_decay"] for group in options["param_groups"]] == [0.1, 0.0]
+
+
+def test_a_universal_checkpoint_is_not_imported_but_says_what_is(exported):
+    with pytest.raises(CheckpointError, match="is a universal checkpoint: give the folder that"):
+        read_zero_checkpoint(exported)
+
+
+def test_what_deepspeed_does_not_have_is_not_exported(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with cp.parallelize(model, optimizer, F.mse_loss, strategy="solo") as step:
+        step(torch.ones(4, 2), torch.zeros(4, 1))
+        step.save(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=r"optimizer state exp_avg, .*momentum_buffer, step from Adam's"):
+        cp.export_checkpoint(tmp_path / "in", tmp_path / "out", file_format="deepspeed")
+    with pytest.raises(CheckpointError, match="for the weights alone give pt"):
+        cp.export_checkpoint(tmp_path / "in", tmp_path / "out", file_format="deepspeed", contents="weights")
+
+
+def test_an_export_to_deepspeed_overwrites_nothing(exported):
+    with pytest.raises(CheckpointError, match="global_step3 exists and is not overwritten"):
+        cp.export_checkpoint(exported.parents[1] / "in", exported.parent, file_format="deepspeed")

@@ -177,7 +177,7 @@ def test_what_is_no_checkpoint_of_a_run_is_answered(tmp_path):
     ]:
         with pytest.raises(cp.CheckpointError, match=message):
             cp.export_checkpoint(folder, tmp_path / "plain", step=step)
-    with pytest.raises(cp.CheckpointError, match=r"^there is no format 'onnx'; give pt or safetensors$"):
+    with pytest.raises(cp.CheckpointError, match=r"^there is no format 'onnx'; give pt, safetensors or deepspeed$"):
         cp.export_checkpoint(root, tmp_path / "plain", file_format="onnx")  # type: ignore[arg-type]  # that is the point
     (tmp_path / "file").touch()
     with pytest.raises(cp.CheckpointError, match=r"cannot be written: .*; give another output folder$"):

@@ -1,15 +1,16 @@
 """Read a checkpoint as plain torch state, and write it for programs that do not know this library.
 
 A ``.pt`` file is written by ``torch.save``, which pickles; what is in it are tensors and plain values only, so that
-``torch.load(..., weights_only=True)`` reads it. This library never reads one.
+``torch.load(..., weights_only=True)`` reads it. This library reads none of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal, TypeAlias, get_args
@@ -20,14 +21,16 @@ from torch import Tensor
 
 from counterpoint.checkpoint import Checkpoint, step_folders
 from counterpoint.errors import CheckpointError
+from counterpoint.file_writer import replace_file
 from counterpoint.optim.validation import checked_call
 from counterpoint.runtime.state_dict import decode_scalar
 from counterpoint.terminal_text import warn
 from counterpoint.training.callbacks.run_folder import find_checkpoints
 from counterpoint.training.checkpointing.save_restore import CheckpointReader, find_checkpoint, read_buffer
+from counterpoint.training.checkpointing.universal_files import universal_files
 from counterpoint.training.optimizer_state import torch_state_dict
 
-ExportFormat: TypeAlias = Literal["pt", "safetensors"]
+ExportFormat: TypeAlias = Literal["pt", "safetensors", "deepspeed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ def export_checkpoint(
 
     ``model.pt`` is what ``model.state_dict()`` returns, and ``model.safetensors`` the same as transformers writes it,
     in which tied parameters are once. ``optimizer.pt`` is what the ``state_dict()`` of the optimizer returns that has
-    trained the model in a plain loop.
+    trained the model in a plain loop. The format ``deepspeed`` is its universal checkpoint instead, with Adam's state,
+    which DeepSpeed loads at any stage and number of ranks under ``"checkpoint": {"load_universal": true}``.
 
     Args:
         folder: a run's folder, a folder of checkpoints, of which the newest intact one is taken, or a checkpoint.
@@ -86,7 +90,7 @@ def export_checkpoint(
         >>> optimizer.load_state_dict(torch.load(f"{folder}/plain/optimizer.pt", weights_only=True))
     """
     if file_format not in get_args(ExportFormat):
-        raise CheckpointError(f"there is no format {file_format!r}; give pt or safetensors")
+        raise CheckpointError(f"there is no format {file_format!r}; give pt, safetensors or deepspeed")
     return write_torch_files(open_checkpoint(Path(folder), step), Path(output), file_format, contents)
 
 
@@ -98,6 +102,8 @@ def write_torch_files(
     Raises:
         CheckpointError: it is damaged, or a file exists already or cannot be written.
     """
+    if file_format == "deepspeed":
+        return _write_deepspeed_files(checkpoint, output, contents)
     writers: dict[str, Callable[[Path], object]] = {}
     weights = read_state_dict(checkpoint)
     if file_format == "pt":
@@ -111,12 +117,47 @@ def write_torch_files(
         optimizer = read_optimizer_state(checkpoint)
         writers["optimizer.pt"] = lambda path: torch.save(optimizer, path)
         num_tensors["optimizer.pt"] = sum(len(state) for state in optimizer["state"].values())
-    for path in map(output.joinpath, writers):
+    _require_new(output, writers)
+    return tuple(write_file(output / name, write, num_tensors[name]) for name, write in writers.items())
+
+
+def _require_new(output: Path, names: Iterable[str]) -> None:
+    """Check that no file would be overwritten.
+
+    Raises:
+        CheckpointError: one exists.
+    """
+    for path in map(output.joinpath, names):
         if os.path.lexists(path):
             raise CheckpointError(
                 f"{path} exists and is not overwritten; give another output folder, or remove the file"
             )
-    return tuple(write_file(output / name, write, num_tensors[name]) for name, write in writers.items())
+
+
+def _write_deepspeed_files(
+    checkpoint: Checkpoint, output: Path, contents: Literal["all", "weights"]
+) -> tuple[ExportedFile, ...]:
+    """Write a universal checkpoint of DeepSpeed's.
+
+    Raises:
+        CheckpointError: the optimizer is not Adam, or is to be omitted; or a file exists already or cannot be written.
+    """
+    if contents == "weights":
+        raise CheckpointError(
+            "the format deepspeed has weights and optimizer state; for the weights alone give pt, which "
+            "model.load_state_dict reads before deepspeed.initialize"
+        )
+    latest, tag = "latest_universal", f"global_step{checkpoint.step}"
+    _require_new(output, [tag, latest])
+    files = universal_files(checkpoint, read_state_dict(checkpoint), read_optimizer_state(checkpoint))
+    num_tensors = {
+        name: len(content.get("module", "1")) for name, content in files.items() if isinstance(content, dict)
+    }
+    written = [
+        write_file(output / name, partial(torch.save, content), num_tensors.get(name, 1))
+        for name, content in files.items()
+    ]
+    return (*written, write_file(output / latest, lambda path: replace_file(path, tag), 0))
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
