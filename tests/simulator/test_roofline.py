@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from counterpoint.compiler.compile import message_size_fn
+from counterpoint.errors import PlanError
 from counterpoint.model.precision import parse_precision
 from counterpoint.model.spec import Block, linear_chain
 from counterpoint.plan.plan import Plan
@@ -78,3 +79,9 @@ def test_gradients_that_are_summed_in_bf16_take_half_as_long_on_the_link():
         for precision in ("bf16", "bf16(reduce=bf16)")
     ]
     assert times[1] == pytest.approx(times[0] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("peaks", [(), (("bf16", 1e12),), (("fp32", 0.0), ("bf16", 1e12))])
+def test_a_roofline_without_a_peak_of_fp32_is_refused(peaks):
+    with pytest.raises(PlanError, match=r"Roofline\('card'\) has the peaks .*that of fp32 is needed.*add"):
+        Roofline("card", peaks)

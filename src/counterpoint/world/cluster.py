@@ -37,7 +37,7 @@ class Roofline:
 
     Args:
         name: of the accelerator.
-        peaks: peak FLOP/s of dense matrix products by dtype: ``fp32``, and others of :data:`DTYPES`.
+        peaks: peak FLOP/s of dense matrix products by dtype: ``fp32``, and others of :data:`DTYPES` if they are known.
         flops_fraction: fraction of the peak that large matrix products reach.
         memory_fraction: fraction of the memory bandwidth that kernels reach which do nothing but read and write.
         launch_s: seconds from the end of one kernel to the start of the next.
@@ -51,6 +51,20 @@ class Roofline:
     flops_fraction: float = 1.0
     memory_fraction: float = 1.0
     launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the peaks.
+
+        Raises:
+            PlanError: there is none of ``fp32``, or one is not positive.
+        """
+        peaks = dict(self.peaks)
+        if "fp32" not in peaks or not all(peak > 0 for peak in peaks.values()):
+            found = ", ".join(f"{dtype} {peak:g}" for dtype, peak in self.peaks) or "nothing"
+            raise PlanError(
+                f"Roofline({self.name!r}) has the peaks {found}; each is above 0 FLOP/s, and that of fp32 is needed "
+                'for dtypes without a peak of their own; add ("fp32", FLOPS) from the data sheet'
+            )
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Return the peak for a dtype; that of ``fp32`` for one without a peak of its own."""

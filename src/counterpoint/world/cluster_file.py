@@ -216,9 +216,11 @@ class _ClusterReader:
     def roofline(self, flops: yaml.Node, nodes: dict[str, yaml.Node]) -> Roofline:
         """Return the roofline of peaks by dtype, and of the other keys of the device."""
         by_dtype = self.mapping(flops, "device.flops", DTYPES, required=("fp32",))
+        peaks = {dtype: self.quantity(peak, f"device.flops.{dtype}", FLOPS) for dtype, peak in by_dtype.items()}
+        peaks.setdefault("fp32", 1.0)  # after an error, with the others
         return Roofline(
             self.name(nodes["name"], "device.name") if "name" in nodes else "",
-            tuple((dtype, self.quantity(peak, f"device.flops.{dtype}", FLOPS)) for dtype, peak in by_dtype.items()),
+            tuple(peaks.items()),
             self.fraction(nodes.get("flops_fraction"), "device.flops_fraction"),
             self.fraction(nodes.get("memory_fraction"), "device.memory_fraction"),
             self.quantity(nodes["launch"], "device.launch", LATENCY) if "launch" in nodes else 0.0,
