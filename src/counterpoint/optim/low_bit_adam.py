@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from counterpoint.errors import DataError, PlanError
+from counterpoint.errors import PlanError
 from counterpoint.optim.blockwise import BLOCK_SIZE, count_blocks, dequantize, quantize
+from counterpoint.optim.dense_optimizer import DenseOptimizer
 from counterpoint.optim.validation import require_at_least, require_counts, require_decay
 
 RANGE_SIZE = 1 << 20
@@ -33,7 +34,7 @@ MAX_BF16_BETA = 1 - 2**-8
 """The largest decay factor with which a mean in bf16, which has 8 significant bits, still decays."""
 
 
-class LowBitAdam(Optimizer, ABC):
+class LowBitAdam(DenseOptimizer, ABC):
     """Adam whose state is stored in fewer bits than its arithmetic uses."""
 
     is_decoupled: ClassVar[bool]
@@ -103,29 +104,8 @@ class LowBitAdam(Optimizer, ABC):
                 if key != "step":
                     self.state[param][key] = value.to(param.device, copy=True)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the closure's result
-        """Update every parameter that has a gradient; return the closure's result.
-
-        Raises:
-            DataError: a gradient is sparse.
-        """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
-        return result
-
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise DataError(
-                f"the gradient of a parameter {tuple(param.shape)} is sparse, but {type(self).__name__} updates whole "
-                "parameters; build the embedding with sparse=False, or use SGD or Adagrad"
-            )
+    def update_param(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter and its state."""
         state, dtype = self._prepare_state(param, group), torch.promote_types(param.dtype, torch.float32)
         weights, grads = param.detach().contiguous().view(-1), grad.reshape(-1)
         for start in range(0, weights.numel(), RANGE_SIZE):

@@ -12,17 +12,16 @@ becomes the one that ranks agreed on, so that the optimizer is the same on one r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from counterpoint.errors import DataError
+from counterpoint.optim.dense_optimizer import DenseOptimizer
 from counterpoint.optim.validation import require_at_least, require_counts, require_decay
 
 
-class OneBitAdam(Optimizer):
+class OneBitAdam(DenseOptimizer):
     """Adam without bias correction, whose mean of squared gradients is frozen after a number of steps.
 
     A step is ``w = w - lr (m / (sqrt(v) + eps) + weight_decay w)``.
@@ -71,29 +70,8 @@ class OneBitAdam(Optimizer):
         options = {"lr": lr, "freeze_step": freeze_step, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the closure's result
-        """Update every parameter that has a gradient; return the closure's result.
-
-        Raises:
-            DataError: a gradient is sparse.
-        """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
-        return result
-
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise DataError(
-                f"the gradient of a parameter {tuple(param.shape)} is sparse, but OneBitAdam updates whole parameters; "
-                "build the embedding with sparse=False, or use SGD or Adagrad"
-            )
+    def update_param(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter and its state."""
         state, (beta1, beta2) = self.state[param], group["betas"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
