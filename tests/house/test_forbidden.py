@@ -96,13 +96,13 @@ def test_nothing_is_pickled():
     pickling = []
     for path in FILES:
         used = imports(path)
-        if name_of(path) == DEEPSPEED_FILES:  # decision 117: the class of an error
+        if name_of(path) == DEEPSPEED_FILES:  # decision 116: the class of an error
             used = used - {"pickle.UnpicklingError"}
         pickling += [f"{name_of(path)}: {name}" for name in used if name.split(".")[0] in PICKLES]
         loads = {"torch.save", "torch.load", "torch.serialization"} | PICKLE_READERS
         if name_of(path) == EXPORT:  # decision 77: for other programs, and never read
             loads.remove("torch.save")
-        if name_of(path) == DEEPSPEED_FILES:  # decision 117: with weights_only=True, which the next test checks
+        if name_of(path) == DEEPSPEED_FILES:  # decision 116: with weights_only=True, which the next test checks
             loads -= {"torch.load", "torch.serialization"}
         pickling += [
             f"{name_of(path)}: {one}" for one in names_in(path) if one.endswith(".Pipe") and name_of(path) not in PIPES

@@ -36,7 +36,7 @@ from counterpoint.training.agreement.weight_values import checksum_of
 from counterpoint.training.between_steps.attribute_changes import AttributeCheck
 from counterpoint.training.between_steps.stale_weights import without_stale_reads
 from counterpoint.training.built_ranks import BuiltRanks
-from counterpoint.training.model_checks.validation import find_shared_memory, named_tensors
+from counterpoint.training.model_tensors import find_shared_memory, named_tensors
 
 DTYPE_OF, VERSION_OF, ADDRESS_OF = attrgetter("dtype"), attrgetter("_version"), methodcaller("data_ptr")
 

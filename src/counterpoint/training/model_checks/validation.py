@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,9 +16,8 @@ from counterpoint.file_reader import find_file_kind
 from counterpoint.model.precision import Precision
 from counterpoint.optim.low_bit_adam import LowBitAdam
 from counterpoint.optim.validation import shorten
-from counterpoint.partitioning.dry_run import MODULE_ATTRIBUTES, TrainingModes
+from counterpoint.partitioning.dry_run import TrainingModes
 from counterpoint.partitioning.own_generators import find_reachable
-from counterpoint.partitioning.stores import memory_extent, share_elements
 from counterpoint.plan.parser import published_optimizers
 from counterpoint.plan.plan import Plan
 from counterpoint.runtime.batch_norm.sync import find_sync_modules, forward_microbatches
@@ -28,6 +27,7 @@ from counterpoint.runtime.microbatches import current_autocasts
 from counterpoint.runtime.optimizer_spec import OptimizerSpec, TorchOptimizerFactory
 from counterpoint.runtime.rank_builder import BatchNormRule
 from counterpoint.terminal_text import warn
+from counterpoint.training.model_tensors import find_shared_memory, named_tensors
 from counterpoint.training.options import TrainingOptions
 
 
@@ -270,45 +270,6 @@ def require_no_other_name(model: nn.Module, replaced: Collection[str]) -> None:
                 f"change with it; give {other} a copy (self.{name.rpartition('.')[2]}.clone()), or change the buffer "
                 "in place (copy_(...)) if both are meant to change"
             )
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers and the other tensors in attributes of modules, with a name.
-
-    All tensors of a list or a dict have the name of the attribute.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):  # which has no attributes in Python
-            continue
-        plain = {key: value for key, value in vars(module).items() if key not in MODULE_ATTRIBUTES}
-        for key, value in {**plain, **module._buffers}.items():  # noqa: SLF001 - one that shares a name is another's
-            for leaf in tree_leaves(value) if isinstance(value, list | tuple | dict | Tensor) else ():
-                if isinstance(leaf, Tensor):
-                    yield f"{path}.{key}".lstrip("."), leaf
-
-
-def find_shared_memory(
-    named: Iterable[tuple[str, Tensor, bool]],
-) -> Iterator[tuple[tuple[str, bool], tuple[str, bool]]]:
-    """Yield the names, with their marks, of each two tensors that have an element of memory in common.
-
-    Args:
-        named: tensors with a name and a mark; those without memory are left out.
-    """
-    extents = sorted(
-        (
-            (*memory_extent(tensor), name, is_marked, tensor)
-            for name, tensor, is_marked in named
-            if tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta
-        ),
-        key=lambda extent: extent[:4],
-    )
-    for index, (_, stop, name, is_marked, tensor) in enumerate(extents):
-        for start, _, other, is_other_marked, other_tensor in extents[index + 1 :]:
-            if start >= stop:
-                break
-            if share_elements(tensor, other_tensor):
-                yield (name, is_marked), (other, is_other_marked)
 
 
 def require_values(inputs: object) -> None:
