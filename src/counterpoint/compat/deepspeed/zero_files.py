@@ -46,7 +46,7 @@ KNOWN_KEYS = frozenset(
 )  # fmt: skip
 """Keys of a model file that are DeepSpeed's own; the others are the client state."""
 GROUP_STATE = frozenset({"params", "param_names", "step", "bias_correction", "name"})
-"""Keys of a parameter group that are no options of torch's optimizers."""
+"""Keys of a parameter group that are not options of torch's optimizers."""
 
 
 class SavedObject:

@@ -378,7 +378,7 @@ def _values_given_to(function: FunctionType) -> Iterator[object]:
 
 
 def _is_flag(name: str, value: object) -> bool:
-    """Tell whether a value may differ between ranks, as its name says, and is no code."""
+    """Tell whether a value may differ between ranks, as its name says, and is not code."""
     return may_differ(name) and not callable(value)
 
 
