@@ -143,7 +143,7 @@ def test_a_run_whose_lock_file_was_removed_does_not_save(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "kind"), [
-    (lambda path: path.symlink_to("/dev/zero"), "a link"), (Path.mkdir, "a folder"), (os.mkfifo, "no regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), "a link"), (Path.mkdir, "a folder"), (os.mkfifo, "not a regular file"),
 ])  # fmt: skip
 def test_a_lock_that_is_no_file_is_named(make, kind, tmp_path):
     make(tmp_path / LOCK)

@@ -203,7 +203,7 @@ def test_values_beyond_the_limits_are_refused():
         table.set("k", bytes(600_000))
     for value in (b"x", b"9" * 5000):
         table.set("k", value)
-        with pytest.raises(PeerError, match="no number"):
+        with pytest.raises(PeerError, match="not a number"):
             table.add("k", 1)
 
 

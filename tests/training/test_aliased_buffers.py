@@ -316,7 +316,7 @@ class HoldsLargeBase(Net):
 
 def test_a_tensor_around_several_others_is_compared_with_all_of_them():
     """Only the next one in memory was compared, with which it has no element in common."""
-    with pytest.raises(PlanError, match="base is no parameter, but has the memory of shift"):
+    with pytest.raises(PlanError, match="base is not a parameter, but has the memory of shift"):
         train(HoldsLargeBase, "data(2)", 1)
 
 

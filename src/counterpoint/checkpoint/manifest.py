@@ -121,7 +121,7 @@ def parse_manifest(path: Path) -> CheckpointManifest:
     What this takes in memory depends on the size of the file alone, not on the sizes that it declares.
 
     Raises:
-        CheckpointError: it is missing, no regular file, damaged, inconsistent, or of another format version.
+        CheckpointError: it is missing, not a regular file, damaged, inconsistent, or of another format version.
     """
     name = _short_path(path)
     text = _read_bytes(path)

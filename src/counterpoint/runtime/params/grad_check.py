@@ -136,8 +136,8 @@ class GradCheck:
 
     def begin_step(self) -> None:
         """Start a step, in which no gradient has been checked."""
-        self._checked.clear()
-        self._deferred.clear()
+        for found in (self._checked, self._deferred, self._new_edges):
+            found.clear()
         self.drop_collected()
 
     def drop_collected(self) -> None:
