@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+import re
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from counterpoint.device.select import accelerator_for
-from counterpoint.errors import DataError, PlanError
+from counterpoint.errors import DataError, PlanError, first_line
 from counterpoint.partitioning.hook_state import preserve_hook_stores
 from counterpoint.partitioning.own_generators import find_generators, preserve_generators
 from counterpoint.partitioning.stores import find_stores_in, is_store_changed, read_store, write_store
@@ -101,7 +103,7 @@ def require_initialized(model: nn.Module) -> None:
 
 
 def add_location(error: Exception, location: str) -> None:
-    """Add a note with the location to an error of the model's forward.
+    """Add a note with the location to an error of the model's forward, and with the module that raised it.
 
     Args:
         error: what the model raised.
@@ -111,7 +113,19 @@ def add_location(error: Exception, location: str) -> None:
         DataError: it is batch norm's error about a single value per channel.
     """
     raise_batch_norm_error(error, location)
-    error.add_note(f"raised by the model's forward: {location}")
+    error.add_note(f"raised by the model's forward: {location}{_describe_module(error)}")
+
+
+def _describe_module(error: Exception) -> str:
+    """Return which module raised an error, with what its ``repr`` shows of it; empty if none did."""
+    modules = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised = [module for module in modules if isinstance(module, nn.Module) and not isinstance(module, fx.GraphModule)]
+    if not raised:
+        return ""
+    shown = ""
+    with suppress(Exception):  # extra_repr may be the user's own
+        shown = raised[-1].extra_repr()
+    return f"; it was raised in {type(raised[-1]).__name__}({shown})"
 
 
 def raise_batch_norm_error(error: Exception, location: str) -> None:
@@ -142,21 +156,58 @@ def explain_input_errors(model: nn.Module, inputs: Inputs) -> Iterator[None]:
     try:
         yield
     except (TypeError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        failure = f"the forward of {type(model).__name__} failed: {reason}"
         if isinstance(inputs, list) and isinstance(error, TypeError):
             raise DataError(
-                f"{failure}; its inputs are a list of {len(inputs)} values, which is one argument: give a tuple for "
-                "several arguments, or what is in the list"
+                f"the forward of {type(model).__name__} failed: {_first_line(error)}; its inputs are a list of "
+                f"{len(inputs)} values, which is one argument: give a tuple for several arguments, or what is in the "
+                "list"
             ) from error
-        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        given, own = {leaf.dtype for leaf in leaves}, {param.dtype for param in model.parameters()}
-        if "dtype" in reason and not given <= own:
-            raise DataError(
-                f"{failure}; its inputs are {_join(given)}, its parameters {_join(own)}: convert the inputs or the "
-                "model with .to(dtype), or enter torch.autocast around the step"
-            ) from error
+        raise_dtype_error(error, f"the forward of {type(model).__name__}", inputs, model.parameters())
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        described = ", ".join(f"{tuple(leaf.shape)} ({leaf.dtype})" for leaf in tensors)
+        add_location(error, f"{type(model).__name__} on an example microbatch, with inputs of the shapes {described}")
         raise
+
+
+def raise_dtype_error(error: Exception, location: str, inputs: Inputs, params: Iterable[Tensor]) -> None:
+    """Raise a ``DataError`` if the error is torch's about inputs that have other dtypes than the parameters.
+
+    Args:
+        error: what a forward raised.
+        location: what was run.
+        inputs: what it was called with.
+        params: the parameters that it reads.
+
+    Raises:
+        DataError: it is.
+    """
+    reason = _first_line(error)
+    if not isinstance(error, RuntimeError) or "type" not in reason:
+        return
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    own, floating = {param.dtype for param in params}, {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
+    integers = {leaf.dtype for leaf in leaves} - floating  # most often indices, so they must be what torch names
+    is_integer = any(re.search(rf"\b{INTEGER_NAMES.get(dtype, dtype)}", reason, re.IGNORECASE) for dtype in integers)
+    if (own and not floating <= own) or is_integer:
+        raise DataError(
+            f"{location} failed: {reason}; its inputs are {_join({leaf.dtype for leaf in leaves})}, its parameters "
+            f"{_join(own)}: convert the inputs or the model with .to(dtype), or enter torch.autocast around the step"
+        ) from error
+
+
+INTEGER_NAMES = {
+    torch.bool: "bool",
+    torch.uint8: "(byte|unsigned char)",
+    torch.int8: "char",
+    torch.int16: "short",
+    torch.int32: "int",
+    torch.int64: "long",
+}
+"""What torch calls other dtypes than floating-point ones in its errors."""
+
+
+def _first_line(error: Exception) -> str:
+    return first_line(error) or type(error).__name__
 
 
 def _join(dtypes: set[torch.dtype]) -> str:

@@ -97,6 +97,12 @@ def require_unchanged_leaves(first: Any, now: Any) -> None:  # noqa: ANN401
     changed = find_changed_leaf(first, now)
     if changed is not None:
         path, before, after = changed
+        if not path:
+            raise DataError(
+                f"the inputs of the model had {before} when it was split along the operations of one call, and have "
+                f"{after} now; give as many in every batch, or use a strategy that keeps the model whole (data, zero "
+                "of level 1 or 2, server)"
+            )
         values = [f"a tensor of {len(leaf)} samples" if isinstance(leaf, Tensor) and leaf.dim() else repr(leaf)[:80]
                   for leaf in (before, after)]  # fmt: skip
         raise DataError(

@@ -1,5 +1,6 @@
 """Whatever a fit accepts as data trains as a plain loop over the same batches does, under every plan."""
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -360,10 +361,78 @@ def test_a_step_without_targets_refuses_a_single_tensor():
             X.float(),
             "the forward of Net failed: .*; its inputs are torch.float32, its parameters torch.float64: convert the",
         ),
+        (
+            X.long(),
+            "the forward of Net failed: .*; its inputs are torch.int64, its parameters torch.float64: convert the",
+        ),
     ],
 )
-@pytest.mark.parametrize("strategy", ["solo", "data(2)"])
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)", "pipeline(2)", "tensor(2)"])
 def test_inputs_with_which_the_model_fails_are_described(inputs, text, strategy):
     step = cp.parallelize(build_seeded(Net), sgd, classify, strategy=strategy)
     with step, pytest.raises(DataError, match=f"^{text}"):
         step(inputs, Y)
+
+
+@pytest.mark.parametrize("num_first", [0, 1])
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)", "pipeline(2)", "tensor(2)"])
+def test_inputs_of_another_width_name_the_module_that_fails(num_first, strategy):
+    with cp.parallelize(build_seeded(Net), sgd, classify, strategy=strategy) as step:
+        for _ in range(num_first):
+            step(X, Y)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            step(X.repeat(1, 2), Y)
+    note = caught.value.__notes__[0]
+    assert re.search(r"with inputs of the shapes \(\d+, 8\).* in Linear\(in_features=4, out_features=8,", note)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "data(2)", "zero3(2)", "pipeline(2)", "tensor(2)"])
+def test_a_later_batch_of_another_dtype_is_described(strategy):
+    with cp.parallelize(build_seeded(Net), sgd, classify, strategy=strategy) as step:
+        step(X, Y)
+        with pytest.raises(DataError, match=r"(its inputs are|of the model is) torch.float32,.* torch.float64.*\.to\("):
+            step(X.float(), Y)
+
+
+@pytest.mark.parametrize("strategy", ["zero3(2)", "pipeline(2)"])
+def test_a_batch_with_another_number_of_inputs_says_how_many(strategy):
+    with cp.parallelize(build_seeded(Net), sgd, classify, strategy=strategy) as step:
+        step(X, Y)
+        with pytest.raises(
+            DataError, match=r"the model had 1 values when it was split .*, and have 2 now; give as many"
+        ):
+            step((X, X[:, :1]), Y)
+
+
+class DropoutNet(Net):
+    """Draws random numbers."""
+
+    def forward(self, x, scale=None):
+        return super().forward(F.dropout(x, 0.1), scale)
+
+
+@pytest.mark.parametrize("strategy", ["solo", "zero3(2)"])
+def test_inputs_with_which_a_compiled_model_with_dropout_fails_are_described(strategy):
+    step = cp.parallelize(
+        build_seeded(DropoutNet), sgd, classify, strategy=strategy, compile="segments(backend=aot_eager)"
+    )
+    with step, pytest.raises(DataError, match=r"^the forward of DropoutNet failed: .*; its inputs are torch.float32"):
+        step(X.float(), Y)
+
+
+class Lookup(nn.Module):
+    """Draws random numbers, and fails with indices that a trace does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(4, 6, dtype=torch.float64), nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.head(F.dropout(self.table(x), 0.1))
+
+
+@pytest.mark.parametrize("strategy", ["solo", "zero3(2)"])
+def test_indices_out_of_range_are_not_taken_for_random_numbers_in_graphs(strategy):
+    step = cp.parallelize(build_seeded(Lookup), sgd, classify, strategy=strategy, compile="segments(backend=aot_eager)")
+    with step, pytest.raises(IndexError, match="index out of range"):
+        step(torch.full((4,), 4), torch.zeros(4, dtype=torch.long))

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from counterpoint.device.accelerator import Accelerator
 from counterpoint.device.pending_scalars import PendingScalars
 from counterpoint.errors import DataError
-from counterpoint.partitioning.dry_run import add_location
+from counterpoint.partitioning.dry_run import add_location, raise_dtype_error
 from counterpoint.partitioning.input_shapes import InputShapes
 from counterpoint.partitioning.partitioned_model import FlatInputs, Segment, as_call_args
 from counterpoint.partitioning.seed_hooks import no_seed
@@ -423,7 +423,11 @@ class SegmentExecutor:
                 with self.autocast(micro), self.function_mode(block, micro, recorder, is_recompute=buffers is not None):
                     outputs = segment(leaves, weights, buffers or self.store.buffers, seed, self.shapes_of(micro))
         except Exception as error:
-            add_location(error, self.describe_location(block, stop, micro, leaves))
+            location = self.describe_location(block, stop, micro, leaves)
+            if block == 0:
+                params = [weights[name] for name in segment.params if name in weights]
+                raise_dtype_error(error, f"the forward of {location}", leaves, params)
+            add_location(error, location)
             raise
         if recorder is not None:
             self.reduces_inside, self.weights = bool(recorder.found), self.store.weights(version)

@@ -13,7 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.data.microbatch_reader import preserve_rng
 from counterpoint.errors import DataError, PlanError
-from counterpoint.partitioning.dry_run import BufferSlots, Inputs, ModuleAttributes, preserve_state, split_call_args
+from counterpoint.partitioning.dry_run import (
+    BufferSlots,
+    Inputs,
+    ModuleAttributes,
+    preserve_state,
+    raise_dtype_error,
+    split_call_args,
+)
 from counterpoint.partitioning.own_generators import OWN_DRAWS_RULE, find_generators, read_states
 from counterpoint.runtime.microbatches import BatchMemory, Memory, SlicedBatch, copy_tensors
 from counterpoint.runtime.rng.draw_sites import other_rng_state
@@ -52,6 +59,9 @@ class ForwardState:
         Args:
             model: the module; its state is preserved.
             inputs: those of a microbatch.
+
+        Raises:
+            DataError: the inputs have other dtypes than the parameters, which a trace does not show.
         """
         attributes, slots = ModuleAttributes(model), BufferSlots(model)
         versions = [param._version for param in model.parameters()]  # noqa: SLF001 - there is no other way to see changes
@@ -64,7 +74,8 @@ class ForwardState:
             changed_inputs = tuple(index for index, leaf in enumerate(tensors) if leaf._version)  # noqa: SLF001 - as torch counts changes
             changed = attributes.find_changed()
             difference = _difference(first, _run(model, copy_tensors(inputs), attributes, slots)[0]) if changed else 0.0
-        except Exception:  # noqa: BLE001 - training raises it again, with its location
+        except Exception as error:  # noqa: BLE001 - training raises it again, with its location
+            raise_dtype_error(error, f"the forward of {type(model).__name__}", inputs, model.parameters())
             return ForwardState()
         finally:
             attributes.restore()

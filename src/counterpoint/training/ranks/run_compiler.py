@@ -146,7 +146,7 @@ class RunCompiler:
         draw_sites = find_draw_sites(self.model, as_call_args(inputs)) if draws else DrawSites()
         options, microbatch_size = self.options, max(num_samples, 1)
         if partition.compiler is not None:
-            require_keyed(self.model, draw_sites, str(partition.compiler.compilation))
+            self.require_keyed_draws(partition, draw_sites, inputs, str(partition.compiler.compilation))
         precision = parse_precision(options.precision)
         described = describe_trained(partition, self.model, self.optimizer_spec, precision)
         spec = build_model_spec(described, plan, options.profile, microbatch_size, self.trained)
@@ -236,6 +236,24 @@ class RunCompiler:
             reads_values = self.require_sample_independence(plan, inputs, read_batch)
             state = replace(state, reads_values=reads_values and not is_traced)
         return partition, state
+
+    def require_keyed_draws(
+        self,
+        partition: PartitionedModel,
+        draw_sites: DrawSites,
+        inputs: Any,  # noqa: ANN401 - as above
+        compilation: str,
+    ) -> None:
+        """Check that all random numbers are keyed by sample, as those in graphs are.
+
+        Raises:
+            PlanError: some are not.
+            DataError: nothing is known of them, as the model does not run on its inputs, which a trace need not show.
+        """
+        if draw_sites.unkeyed and isinstance(partition, TracedPartition):
+            with explain_input_errors(self.model, inputs):
+                self.run_forward(inputs)
+        require_keyed(self.model, draw_sites, compilation)
 
     def require_sample_independence(
         self,
