@@ -195,6 +195,53 @@ def test_modules_that_a_checkpoint_calls_are_cast_in_a_graph(precision, plan):
     assert largest_difference(([], state_of(actual)), ([], state_of(expected))) == 0
 
 
+class RecomputedTable(Recomputed):
+    """Looks up rows inside of a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, x):
+        return super().forward(x + checkpoint(self.table, (x[:, 0] > 0).long(), use_reentrant=False))
+
+
+@pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=3)"])
+def test_a_table_whose_rows_are_cast_compiles_inside_of_a_checkpoint(plan):
+    actual, expected = make_seeded(RecomputedTable), make_seeded(RecomputedTable)
+    run_steps(actual, plan, precision="bf16", compile="segments(backend=aot_eager)")
+    run_steps(expected, plan, precision="bf16")
+    assert largest_difference(([], state_of(actual)), ([], state_of(expected))) == 0
+
+
+class RecomputedRecurrent(Recomputed):
+    """Calls a recurrent layer inside of a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x):
+        output, _ = checkpoint(self.recurrent, x[:, None], use_reentrant=False)
+        return super().forward(x + output[:, 0])
+
+
+@pytest.mark.long(quick=["bf16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_recurrent_layer_that_is_cast_in_a_checkpoint_names_remedies_that_run(precision):
+    backend = "segments(backend=aot_eager)"
+    with pytest.raises(cp.PlanError, match="whose recurrent layer 'recurrent' is called by") as caught:
+        run_steps(make_seeded(RecomputedRecurrent), "data(2)", precision=precision, compile=backend)
+    remedies = re.findall(r"(precision|compile)='(\S+)'(?= or|,)", str(caught.value).partition("; give ")[2])
+    assert [name for name, _ in remedies] == ["precision", "compile"]
+    for remedy in remedies:
+        options = {"precision": precision, "compile": backend, **dict([remedy])}
+        actual, expected = make_seeded(RecomputedRecurrent), make_seeded(RecomputedRecurrent)
+        run_steps(actual, "data(2)", **options)
+        run_steps(expected, "data(2)", precision=options["precision"])
+        assert largest_difference(([], state_of(actual)), ([], state_of(expected))) == 0
+
+
 class NarrowInside(nn.Module):
     """Dropout in an autocast of its own, which a trace has as one operation."""
 

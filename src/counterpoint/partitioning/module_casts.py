@@ -82,6 +82,16 @@ class RunningForward:
             hooks.num_calls = 0
 
 
+class TableReads:
+    """Whether a module looks up rows now, which are cast instead of its table.
+
+    An object without items: torch follows its changes inside of ``torch.utils.checkpoint``, and not those of a dict.
+    """
+
+    def __init__(self) -> None:
+        self.is_lookup = False
+
+
 class CastParameters(dict[str, "nn.Parameter | None"]):
     """The parameters of one module, which are read in another dtype while the model runs.
 
@@ -108,7 +118,7 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
         super().__init__(params)
         self.path, self.dtype, self.forward, self.widens = path, dtype, forward, widens
         self.read_uncast: set[str] = set()  # what a forward has read without a cast
-        self.is_lookup = False  # whether its module looks up rows now, which are cast instead of the table
+        self.reads = TableReads()
         self.own_dtypes = {name: None if param is None else param.dtype for name, param in params.items()}
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a parameter, None, or a cast
@@ -116,8 +126,8 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
         param = super().__getitem__(name)
         if param is None or (self.forward.depth == 0 and not is_recomputing()):
             return param
-        if self.is_lookup:
-            self.note_read(name, param)
+        if self.reads.is_lookup:
+            self.require_own_dtype(name, param)
             return param
         cast = widen(self.dtype, param) if self.widens else narrow(self.dtype, param)
         # no graph checks them, and torch lets none collect them inside of torch.utils.checkpoint
@@ -141,15 +151,22 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
         Raises:
             DataError: it is a cast that was gathered, because no forward before has done so.
         """
-        if param is None:
-            return
+        if param is not None:
+            self.require_own_dtype(name, param)
+            self.read_uncast.add(name)
+
+    def require_own_dtype(self, name: str, param: Tensor) -> None:
+        """Check that a parameter that is read without a cast is none.
+
+        Raises:
+            DataError: it is one.
+        """
         if param.dtype != self.own_dtypes.get(name, param.dtype):
             raise DataError(
                 f"the forward reads {self.path}.{name} without a cast, as iterating over parameters() does, which it "
                 f"did not on the first batch, so that ranks hold it, or have gathered it, in {param.dtype}; read it by "
                 "its attribute, or give zero(..., level=2) and a precision without weights=compute"
             )
-        self.read_uncast.add(name)
 
     def raw_items(self) -> list[tuple[str, nn.Parameter | None]]:
         """Return names and parameters, without noting it."""
@@ -215,7 +232,7 @@ class ModuleHooks:
         if isinstance(module, nn.RNNBase):
             state["_flat_weights"] = [state["_parameters"][name] for name in state["_flat_weights_names"]]
         elif isinstance(module, TABLES):
-            state["_parameters"].is_lookup = True
+            state["_parameters"].reads.is_lookup = True
         return apply_casts(self.inputs, (args, kwargs)) if self.inputs else None
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401
@@ -235,7 +252,7 @@ def restore_reads(module: nn.Module) -> None:
         params = dict(state["_parameters"].raw_items())
         state["_flat_weights"] = [params[name] for name in state["_flat_weights_names"]]
     elif isinstance(module, TABLES):
-        state["_parameters"].is_lookup = False
+        state["_parameters"].reads.is_lookup = False
 
 
 def abort_forward(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import FrameSummary
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.errors import PlanError
 from counterpoint.model.compilation import Compilation
+from counterpoint.model.precision import DTYPES
 from counterpoint.partitioning.unused_outputs import EagerGradients
 
 SegmentFunction: TypeAlias = Callable[..., Any]
@@ -100,9 +102,25 @@ class SegmentCompiler:
                 with config.patch(allow_rnn=True):
                     return self._call(compiled, *args)
             if config.skip_fwd_side_effects_in_bwd_under_checkpoint or SIDE_EFFECT not in str(error):
-                raise PlanError(self.describe_break(error)) from error
+                raise PlanError(self.describe_effect(error, args) or self.describe_break(error)) from error
             with config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
                 return self._call(compiled, *args)
+
+    def describe_effect(self, error: Exception, args: Sequence[Any]) -> str:
+        """Return why a checkpoint of a recurrent layer whose weights are cast is no graph; empty for other errors."""
+        found = [find_cast_recurrent(value) for value in tree_leaves(args) if isinstance(value, nn.Module)]
+        path, dtype = next(filter(None, found), ("", None))
+        if dtype is None or CAST_EFFECT not in str(error):
+            return ""
+        compute = next(name for name, one in DTYPES.items() if getattr(torch, one) is dtype)
+        blocks = replace(self.compilation, parts="blocks")
+        return (
+            f"compile={self.compilation} cannot compile {self.model_name} with precision='{compute}', whose recurrent "
+            f"layer '{path}' is called by torch.utils.checkpoint: the casts of its weights are put into its list of "
+            "weights, which torch.compile does not trace inside of a checkpoint; give "
+            f"precision='{compute}(autocast=true)' or compile='{blocks}', call the layer outside of the checkpoint, or "
+            "drop compile="
+        )
 
     def describe_break(self, error: Exception) -> str:
         """Return why a function is not one graph, and the line of the model because of which it is not."""
@@ -132,6 +150,22 @@ RECURRENT = "Attempted to wrap RNN, GRU, or LSTM"
 
 SIDE_EFFECT = "HOP: Non-nullified side effect"
 """Torch's text where draws are counted inside of ``torch.utils.checkpoint``, which it allows on request only."""
+
+
+def find_cast_recurrent(model: nn.Module) -> tuple[str, torch.dtype] | None:
+    """Return the path of a recurrent layer whose weights are cast in hooks, and the dtype of the casts; None for none.
+
+    Only a ``CastParameters`` has a dtype, whose module cannot be imported here.
+    """
+    for path, module in model.named_modules():
+        dtype = getattr(vars(module)["_parameters"], "dtype", None)
+        if isinstance(module, nn.RNNBase) and dtype is not None:
+            return path, dtype
+    return None
+
+
+CAST_EFFECT = "Attempted to mutate DunderDictVariable"
+"""Torch's text where the list of weights of a recurrent layer is replaced inside of ``torch.utils.checkpoint``."""
 
 
 def find_opaque_tensors(args: Sequence[Any]) -> Iterator[Tensor]:
