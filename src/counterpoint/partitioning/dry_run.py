@@ -185,12 +185,13 @@ def raise_dtype_error(error: Exception, location: str, inputs: Inputs, params: I
     if not isinstance(error, RuntimeError) or "type" not in reason:
         return
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    own, floating = {param.dtype for param in params}, {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
-    integers = {leaf.dtype for leaf in leaves} - floating  # most often indices, so they must be what torch names
+    own, given = {param.dtype for param in params}, {leaf.dtype for leaf in leaves}
+    floating = {dtype for dtype in given if dtype.is_floating_point or dtype.is_complex}
+    integers = given - floating  # most often indices, so they must be what torch names
     is_integer = any(re.search(rf"\b{INTEGER_NAMES.get(dtype, dtype)}", reason, re.IGNORECASE) for dtype in integers)
     if (own and not floating <= own) or is_integer:
         raise DataError(
-            f"{location} failed: {reason}; its inputs are {_join({leaf.dtype for leaf in leaves})}, its parameters "
+            f"{location} failed: {reason}; its inputs are {_join(given)}, its parameters "
             f"{_join(own)}: convert the inputs or the model with .to(dtype), or enter torch.autocast around the step"
         ) from error
 

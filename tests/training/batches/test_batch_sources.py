@@ -362,6 +362,10 @@ def test_a_step_without_targets_refuses_a_single_tensor():
             "the forward of Net failed: .*; its inputs are torch.float32, its parameters torch.float64: convert the",
         ),
         (
+            X.cfloat(),
+            "the forward of Net failed: .*; its inputs are torch.complex64, its parameters torch.float64: convert the",
+        ),
+        (
             X.long(),
             "the forward of Net failed: .*; its inputs are torch.int64, its parameters torch.float64: convert the",
         ),
