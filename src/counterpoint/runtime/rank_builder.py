@@ -223,7 +223,7 @@ def build_rank(  # noqa: PLR0913 - the parts of one rank
         find_embedding_tables(model),
         weight_versions_needed(rank_program.body),
         state_allocator,
-        make_grad_check(run_spec, params, accelerator),
+        make_grad_check(run_spec, params, accelerator, find_linear_weights(model)),
         keeps_grads=run_spec.keeps_grads,
         read_dtypes=run_spec.read_dtypes,
         rounding=StochasticRounding(run_spec.seed, place[0]) if run_spec.rounds_stochastically else None,
@@ -282,11 +282,20 @@ def make_offloaded_weights(
     return OffloadedWeights(run_spec.weight_offload, rank), offloaded_weights(instructions).keys()
 
 
-def make_grad_check(run_spec: RunSpec, params: Mapping[str, nn.Parameter], accelerator: Accelerator) -> GradCheck:
-    """Return the check of a rank's gradients."""
+def find_linear_weights(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights of linear layers, whose gradients are products of two matrices."""
+    modules = (module for module in model.modules() if isinstance(module, nn.Linear))
+    weights = {id(module._parameters.get("weight")) for module in modules}  # noqa: SLF001 - a parametrized one is computed
+    return frozenset(name for name, param in model.named_parameters() if id(param) in weights)
+
+
+def make_grad_check(
+    run_spec: RunSpec, params: Mapping[str, nn.Parameter], accelerator: Accelerator, products: Collection[str]
+) -> GradCheck:
+    """Return the check of a rank's gradients, of which those of some parameters are products of matrices."""
     share_factor = find_share_factor((param.dtype for param in params.values()), run_spec.reduce_dtype)
     is_enabled = run_spec.guard.check_finite == "gradients"
-    return GradCheck(is_enabled=is_enabled, accelerator=accelerator, share_factor=share_factor)
+    return GradCheck(is_enabled=is_enabled, accelerator=accelerator, share_factor=share_factor, products=products)
 
 
 def can_decide_on_device(run_spec: RunSpec, model: nn.Module, accelerator: Accelerator) -> bool:

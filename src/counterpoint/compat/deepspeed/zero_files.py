@@ -179,8 +179,8 @@ def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
                 f"{folder} has {found}, which is of {kind}, and only ZeRO without other parallelism is read; "
                 "consolidate it with DeepSpeed, and load the weights into the model before training"
             )
-    models = {int(match[1] or 0): name for name in names if (match := MODEL_FILE.fullmatch(name))}
-    optimizers = {int(match[1]): name for name in names if (match := OPTIMIZER_FILE.fullmatch(name))}
+    models = [(int(match[1] or 0), name) for name in names if (match := MODEL_FILE.fullmatch(name))]
+    optimizers = [(int(match[1]), name) for name in names if (match := OPTIMIZER_FILE.fullmatch(name))]
     if not models or not optimizers:
         remedy = (
             "at stage 0 the model file has all as plain torch state: load its entries module and optimizer with "
@@ -189,9 +189,13 @@ def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
         if (folder / "zero").is_dir():
             remedy = "it is a universal checkpoint: give the folder that ds_to_universal.py was given"
         raise CheckpointError(f"{folder} has no files *_optim_states.pt of ZeRO's ranks; {remedy}")
-    return [folder / models[rank] for rank in sorted(models)], [
-        folder / optimizers[rank] for rank in sorted(optimizers)
-    ]
+    for kind, files in (("model", models), ("optimizer", optimizers)):
+        if [rank for rank, _ in sorted(files)] != [*range(len(files))]:
+            raise CheckpointError(
+                f"{folder} has the {kind} files {', '.join(name for _, name in files)}, but one for each rank from 0 on "
+                "is read; copy the files of all ranks of one checkpoint into an empty folder"
+            )
+    return [folder / name for _, name in sorted(models)], [folder / name for _, name in sorted(optimizers)]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -203,15 +207,16 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with open_regular_file(path) as file, safe_globals(STAND_INS):  # type: ignore[arg-type]
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        name = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"an object of {name[1]}, which is not read" if name else "objects that are not read"
+    except Exception as error:  # noqa: BLE001 - torch reads damaged files until anything fails
+        name = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, UnpicklingError) else None
+        if name:
+            raise CheckpointError(
+                f"{path} has an object of {name[1]}, which is not read: only tensors and plain values are; save the "
+                "checkpoint again without it in client_state"
+            ) from error
         raise CheckpointError(
-            f"{path} has {what}: only tensors and plain values are; save the checkpoint again without it in "
-            "client_state"
+            f"{path} cannot be read as a file of torch's: {type(error).__name__}: {error_text(error)}; copy the file again"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error_text(error)}; copy the file again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} has a {type(content).__name__}, but DeepSpeed saves a dict; copy the file again")
     return content

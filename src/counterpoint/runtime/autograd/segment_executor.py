@@ -213,7 +213,10 @@ class SegmentExecutor:
         }
         self.compiled_sinks = CompiledSinks() if self.compiled_parts else None
         self.trainable_params = {  # of each segment, by first block
-            first: ParamGroup({name: store.params[name] for name in segment.params if store.params[name].requires_grad})
+            first: ParamGroup(
+                {name: store.params[name] for name in segment.params if store.params[name].requires_grad},
+                store.grad_check.products,
+            )
             for first, (_, segment) in self.by_first.items()
         }
 

@@ -209,7 +209,7 @@ class FlatGrads(GradStorage):
 
     def collect_many(self, slots: Sequence[ParamSlot]) -> None:
         """Do :meth:`collect` for each; small ones are copied together, large ones one by one and freed at once."""
-        self.grad_check.check_deferred()
+        self.grad_check.check_deferred(slot.name for slot in slots)
         flat, excluded = self.buffer(), self.filled_names.union(self.rows.slots)
         small = [slot for slot in slots if is_small(slot, self.layout) and slot.name not in excluded]
         self.grad_check.check_params({slot.name: self.params[slot.name] for slot in small})

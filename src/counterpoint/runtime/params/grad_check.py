@@ -12,7 +12,7 @@ All other gradients are read once, in one call after the backward of each microb
 during it. A call for each, while it is in the cache, would take longer: Python itself is not in the cache after a
 product. Where the gradients are is kept for the update, which needs it, too.
 
-Where several microbatches add to the gradient of a large matrix, it is read once, after the last of them: what is not
+Where several microbatches add to the gradient of a large linear layer's weight, it is read once, after the last of them: what is not
 finite stays so. Which microbatch made it so is seen at its edges. An element of a factor that is not finite makes a
 whole row or column of the product not finite, and each of them crosses the first column or row (the first column need
 not be read where the layer has a bias, whose gradient is the sum of ``rows``)::
@@ -22,7 +22,8 @@ not be read where the layer has a bias, whose gradient is the sum of ``rows``)::
     d e f           j k l               ! ! ! !     b = nan: its row
                                         . . ! .
 
-Only an overflow in the sum of finite products may be missed there. It is reported with the range of microbatches.
+An overflow in the sum of finite products may be missed there, or a change of the weight by a forward of the user's own.
+It is found after the last microbatch, and reported with the range of microbatches.
 """
 
 from __future__ import annotations
@@ -113,12 +114,19 @@ class GradCheck:
         accelerator: that the gradients are on; None for the host.
         share_factor: what shares of the largest number are multiplied with where gradients are summed in another dtype,
             by :func:`find_share_factor`.
+        products: the parameters whose gradients are products of two matrices.
     """
 
     def __init__(
-        self, *, is_enabled: bool = False, accelerator: Accelerator | None = None, share_factor: float = 1.0
+        self,
+        *,
+        is_enabled: bool = False,
+        accelerator: Accelerator | None = None,
+        share_factor: float = 1.0,
+        products: Collection[str] = (),
     ) -> None:
         self.is_enabled = is_enabled
+        self.products = products
         self.accelerator = accelerator
         self.share_factor = share_factor
         self.micro: int | None = None  # whose backward runs now
@@ -233,6 +241,8 @@ class GradCheck:
             self._on_device.append(DeviceMagnitudes(self.micro, list(names), magnitudes, largest_number))
             return
         self._record_magnitudes(self.micro, names, find_magnitudes(grads), largest_number)
+        for name in names if self._deferred else ():
+            self._deferred.pop(name, None)
 
     def check_rows(self, name: str, values: Tensor, num_rows: int) -> None:
         """Check the values that are added to rows of a table's gradient, each to any of the rows.
@@ -301,10 +311,10 @@ class GradCheck:
         else:
             deferred.grad, deferred.last = grad, self.micro
 
-    def check_deferred(self) -> None:
-        """Read whole all gradients whose check is deferred."""
-        while self._deferred:
-            self._check_deferred_one(next(iter(self._deferred)))
+    def check_deferred(self, names: Iterable[str] | None = None) -> None:
+        """Read whole the gradients whose check is deferred: of some parameters, or all."""
+        for name in [*self._deferred] if names is None else [name for name in names if name in self._deferred]:
+            self._check_deferred_one(name)
 
     def _check_deferred_one(self, name: str) -> None:
         deferred = self._deferred[name]
@@ -441,11 +451,16 @@ class ParamGroup:
 
     Args:
         params: by name.
+        products: the parameters whose gradients are products of two matrices.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
-        self.params = params
-        self.matrices = {name: param for name, param in params.items() if is_dense_matrix(param, MIN_DEFERRED_BYTES)}
+    def __init__(self, params: Mapping[str, nn.Parameter], products: Collection[str] = ()) -> None:
+        self.params, self._products = params, products
+        self.matrices = {
+            name: param
+            for name, param in params.items()
+            if name in products and is_dense_matrix(param, MIN_DEFERRED_BYTES)
+        }
         self.num_edge_rows = {name: find_num_edge_rows(name, params) for name in self.matrices}
         self.reader = MagnitudeReader([*params.values()])
         self._objects = find_objects(params.values())
@@ -464,7 +479,9 @@ class ParamGroup:
         if names not in self._parts:
             if len(self._parts) >= MAX_PARTS:
                 self._parts.clear()
-            self._parts[names] = ParamGroup({name: p for name, p in self.params.items() if name not in names})
+            self._parts[names] = ParamGroup(
+                {name: p for name, p in self.params.items() if name not in names}, self._products
+            )
         return self._parts[names]
 
     def find_weights(self) -> Addresses | None:

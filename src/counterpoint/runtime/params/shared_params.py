@@ -142,6 +142,7 @@ class SharedGrads(GradStorage):
 
     def collect_all(self) -> None:
         """Move all gradients on parameters here: small ones in one call, unless one is missing, sparse or not new."""
+        self.grad_check.check_deferred(self.params)
         slots: Sequence[ParamSlot] = self.layout.slots
         if self.filled_names.isdisjoint(self._small_names) and self._copy_small_grads():
             for param in self._small_params.values():

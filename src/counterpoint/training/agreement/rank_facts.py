@@ -90,6 +90,11 @@ PER_RANK_VALUES = re.compile(
     re.IGNORECASE,
 )
 """Values that code reads by these names, or by names with these words, may differ between ranks."""
+GIVEN_FLAGS = re.compile(
+    "_*(is_?|should_?)?((local|global|world)_?)?(main|master|leader|chief|primary|verbos(e|ity)|quiet|debug|log|logs|"
+    "logging|logger|writer|progress|p?bar|rank|device)(_?(process|proc|rank))?",
+)
+"""Variables of closures, defaults and keywords with these names may differ between ranks, as flags and loggers."""
 SECRET_NAMES = re.compile("key|token|secret|pass|pwd|auth|cred|private|cookie|salt|dsn|url|user", re.IGNORECASE)
 """Values with these names are compared, but not shown."""
 VALUES_READ = ("the environment variable ", "the global ", "the variable ", "the class attribute ")
@@ -378,8 +383,12 @@ def _values_given_to(function: FunctionType) -> Iterator[object]:
 
 
 def _is_flag(name: str, value: object) -> bool:
-    """Tell whether a value may differ between ranks, as its name says, and is not code."""
-    return may_differ(name) and not callable(value)
+    """Tell whether what a function is given may differ between ranks: a flag, a logger or a rank by its name."""
+    if not GIVEN_FLAGS.fullmatch(name) or callable(value):
+        return False
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "rank" in name
+    return not isinstance(value, torch.Tensor | list | tuple | set | frozenset | dict)
 
 
 def describe_globals(function: FunctionType, depth: int) -> Iterator[tuple[str, str]]:

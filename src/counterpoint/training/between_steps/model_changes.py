@@ -547,7 +547,8 @@ class BufferChanges:
         ]
         if not replaced:
             return
-        named = [(name, tensor, False) for name, tensor in named_tensors(self.model)]
+        tensors = [*self.model.named_parameters(), *named_tensors(self.model)]
+        named = [(name, tensor, False) for name, tensor in tensors]
         for full_name, name, buffer in replaced:
             others = [each for each in named if each[0] != full_name]
             for pair in find_shared_memory([(full_name, buffer, True), *others]):

@@ -14,7 +14,9 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,10 +48,11 @@ def universal_files(
     state: Any = checkpoint.state
     own: Mapping[str, str] = state.get("state_dict", {name: name for name in weights})
     trained = {name for name in state["model"] if is_trained(checkpoint, name)}
+    require_file_names(checkpoint, trained)
     saved_groups = [group["params"] for group in state["optimizer"]["param_groups"]]
     numbers = dict(enumerate(name for names in saved_groups for name in names))
     states = {numbers[index]: entries for index, entries in optimizer["state"].items()}
-    step = require_adam(checkpoint, states)
+    step = require_adam(checkpoint, states, trained.intersection(chain(*saved_groups)))
     names = [[name for name in group if name in trained] for group in saved_groups]
     groups = [
         {key: value for key, value in group.items() if key != "params"} | {"params": [index]}
@@ -88,12 +91,38 @@ def is_trained(checkpoint: Checkpoint, name: str) -> bool:
     )
 
 
-def require_adam(checkpoint: Checkpoint, states: Mapping[str, Mapping[str, Any]]) -> Tensor:
+def require_file_names(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Check that the name of each parameter can be that of a folder.
+
+    Raises:
+        CheckpointError: one would be a path to elsewhere.
+    """
+    found = next((name for name in sorted(names) if name in {"", ".", ".."} or re.search(r"[/\\\0]", name)), None)
+    if found is not None:
+        raise CheckpointError(
+            f"{checkpoint.folder} has the parameter {found!r}, but DeepSpeed's universal checkpoint has a folder of the "
+            "name of each parameter; rename it, or export it with the format pt"
+        )
+
+
+def require_adam(checkpoint: Checkpoint, states: Mapping[str, Mapping[str, Any]], trained: Collection[str]) -> Tensor:
     """Return the number of steps that Adam has taken.
+
+    Args:
+        checkpoint: for the message.
+        states: of the parameters that have one.
+        trained: the names of all that should.
 
     Raises:
         CheckpointError: the state is not that of Adam, or parameters have taken other numbers of steps.
     """
+    missing = sorted({*trained} - states.keys())
+    if states and missing:
+        raise CheckpointError(
+            f"{checkpoint.folder} has no optimizer state of {missing[0]}, which no gradient has reached, but DeepSpeed's "
+            "universal checkpoint has one number of steps for all; export it with the format pt, and load the files in "
+            "the script"
+        )
     others = {key for state in states.values() for key in state} ^ {*MEANS, "step"}
     steps = sorted({float(state["step"]) for state in states.values() if "step" in state})
     if others or len(steps) != 1:
