@@ -133,11 +133,21 @@ class SegmentCompiler:
             if logged
             else ""
         )
+        failed = OPERATION_FAILURE.search(str(error))
+        if failed:
+            return (
+                f"compile={self.compilation} cannot compile {self.model_name}, as an operation fails{place}: "
+                f"{failed[1]}; give inputs of shapes and dtypes that this line takes, or drop compile= if it runs "
+                "without"
+            )
         return (
             f"compile={self.compilation} cannot compile {self.model_name} as one graph: {first_line(error)}{place}; "
             f"change this line so that torch.compile can trace it, {without_message}or drop compile="
         )
 
+
+OPERATION_FAILURE = re.compile(r"with fake tensors: .*: got (\w+\(.*\))$", re.MULTILINE)
+"""Torch's text where an operation of a forward fails on the shapes of its inputs while it is traced."""
 
 LSTM_FAILURES = ("mkldnn_rnn_layer", "expected all tensors_saved_with_vc_check to be Tensors")
 """Texts of inductor and of AOTAutograd where the backward of an LSTM of oneDNN would be in a graph."""

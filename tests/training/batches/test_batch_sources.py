@@ -440,3 +440,12 @@ def test_indices_out_of_range_are_not_taken_for_random_numbers_in_graphs(strateg
     step = cp.parallelize(build_seeded(Lookup), sgd, classify, strategy=strategy, compile="segments(backend=aot_eager)")
     with step, pytest.raises(IndexError, match="index out of range"):
         step(torch.full((4,), 4), torch.zeros(4, dtype=torch.long))
+
+
+def test_inputs_of_another_width_are_not_taken_for_a_line_that_cannot_be_traced():
+    with cp.parallelize(
+        build_seeded(Net), sgd, classify, strategy="data(2)", compile="segments(backend=eager)"
+    ) as step:
+        step(X, Y)
+        with pytest.raises(PlanError, match=r"an operation fails, at .*Error\(.*\[11, 8\].*; give inputs of shapes"):
+            step(X.repeat(1, 2), Y)
