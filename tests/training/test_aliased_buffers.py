@@ -347,3 +347,16 @@ def test_a_buffer_that_is_replaced_between_steps_changes_nothing_that_has_its_me
             with pytest.raises(cp.DataError, match=r"the buffer scale was replaced .* has the memory of the one"):
                 step(torch.ones(4, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64))
     assert torch.equal(model.same, torch.ones(8, dtype=torch.float64))
+
+
+def test_a_replaced_buffer_may_not_have_the_memory_of_a_parameter():
+    """The parameter got the new values."""
+    model = build_seeded(lambda: nn.Linear(4, 8))
+    model.register_buffer("first", model.bias.detach())
+    batch = torch.ones(4, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cp.parallelize(model, optimizer, F.cross_entropy, strategy="solo") as step:
+        step(*batch)
+        model.first = torch.zeros(8, dtype=torch.float64)
+        with pytest.raises(cp.DataError, match=r"the buffer first was replaced .* and bias has the memory of the one"):
+            step(*batch)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -187,3 +188,15 @@ def test_a_variable_of_a_closure_that_is_not_assigned_yet_is_left_out():
     text = describe_function(loss)
     later = 2.0
     assert describe_function(loss) != text
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("log_target", (True, False)), ("log_input", (True, False)), ("main_weight", (0.5, 1.0)), ("rank", (0.5, 1.5)),
+        ("node_weights", (torch.ones(2), torch.zeros(2))), ("debug", ([1], [2])), ("log_scale", (1, 2)),
+    ],
+)  # fmt: skip
+def test_settings_whose_names_resemble_flags_are_compared(name, values):
+    first, second = (describe_function(partial(F.cross_entropy, **{name: value})) for value in values)
+    assert first != second

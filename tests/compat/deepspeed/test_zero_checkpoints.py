@@ -268,3 +268,40 @@ def test_what_deepspeed_does_not_have_is_not_exported(tmp_path):
 def test_an_export_to_deepspeed_overwrites_nothing(exported):
     with pytest.raises(CheckpointError, match="global_step3 exists and is not overwritten"):
         cp.export_checkpoint(exported.parents[1] / "in", exported.parent, file_format="deepspeed")
+
+
+class UnusualNet(nn.Linear):
+    """Has a parameter of the name of a path, or one that the forward does not use."""
+
+    def __init__(self, name, *, is_used):
+        super().__init__(2, 1)
+        self.name, self.is_used = name, is_used
+        self.register_parameter(name, nn.Parameter(torch.ones(1)))
+
+    def forward(self, x):
+        return super().forward(x) + (getattr(self, self.name) if self.is_used else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_used", "text"),
+    [
+        ("../up", True, r"the parameter '\.\./up', but"),
+        ("spare", False, "no optimizer state of spare, which no gradient"),
+    ],
+)
+def test_parameters_that_deepspeed_cannot_have_are_named(tmp_path, name, is_used, text):
+    model = UnusualNet(name, is_used=is_used)
+    optimizer = torch.optim.Adam(model.parameters())
+    with cp.parallelize(model, optimizer, F.mse_loss, strategy="solo", unused_parameters="skip") as step:
+        step(torch.ones(4, 2), torch.zeros(4, 1))
+        step.save(tmp_path / "in")
+    with pytest.raises(CheckpointError, match=text):
+        cp.export_checkpoint(tmp_path / "in", tmp_path / "out", file_format="deepspeed")
+
+
+def test_files_of_other_ranks_are_named(tmp_path):
+    folder = copy_of("s2fp32", tmp_path) / "global_step3"
+    path = next(folder.glob("*zero_pp_rank_1_*optim_states.pt"))
+    path.rename(folder / path.name.replace("rank_1", "rank_2"))
+    with pytest.raises(CheckpointError, match=r"has the optimizer files .*rank_2.* but one of each rank is read"):
+        read_zero_checkpoint(folder)

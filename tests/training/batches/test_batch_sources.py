@@ -362,7 +362,7 @@ def test_a_step_without_targets_refuses_a_single_tensor():
             "the forward of Net failed: .*; its inputs are torch.float32, its parameters torch.float64: convert the",
         ),
         (
-            X.cfloat(),
+            X.to(torch.complex64),
             "the forward of Net failed: .*; its inputs are torch.complex64, its parameters torch.float64: convert the",
         ),
         (

@@ -192,8 +192,8 @@ def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
     for kind, files in (("model", models), ("optimizer", optimizers)):
         if [rank for rank, _ in sorted(files)] != [*range(len(files))]:
             raise CheckpointError(
-                f"{folder} has the {kind} files {', '.join(name for _, name in files)}, but one for each rank from 0 on "
-                "is read; copy the files of all ranks of one checkpoint into an empty folder"
+                f"{folder} has the {kind} files {', '.join(name for _, name in files)}, but one of each rank is "
+                "read; copy the files of all ranks of one checkpoint into an empty folder"
             )
     return [folder / name for _, name in sorted(models)], [folder / name for _, name in sorted(optimizers)]
 
@@ -207,7 +207,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with open_regular_file(path) as file, safe_globals(STAND_INS):  # type: ignore[arg-type]
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - torch reads damaged files until anything fails
+    except Exception as error:
         name = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, UnpicklingError) else None
         if name:
             raise CheckpointError(
@@ -215,7 +215,7 @@ def _load(path: Path) -> dict[str, Any]:
                 "checkpoint again without it in client_state"
             ) from error
         raise CheckpointError(
-            f"{path} cannot be read as a file of torch's: {type(error).__name__}: {error_text(error)}; copy the file again"
+            f"{path} cannot be read: {type(error).__name__}: {error_text(error)}; copy the file again"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} has a {type(content).__name__}, but DeepSpeed saves a dict; copy the file again")

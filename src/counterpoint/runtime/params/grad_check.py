@@ -12,10 +12,10 @@ All other gradients are read once, in one call after the backward of each microb
 during it. A call for each, while it is in the cache, would take longer: Python itself is not in the cache after a
 product. Where the gradients are is kept for the update, which needs it, too.
 
-Where several microbatches add to the gradient of a large linear layer's weight, it is read once, after the last of them: what is not
-finite stays so. Which microbatch made it so is seen at its edges. An element of a factor that is not finite makes a
-whole row or column of the product not finite, and each of them crosses the first column or row (the first column need
-not be read where the layer has a bias, whose gradient is the sum of ``rows``)::
+Where several microbatches add to the gradient of a large linear layer's weight, it is read once, after the last of
+them: what is not finite stays so. Which microbatch made it so is seen at its edges. An element of a factor that is not
+finite makes a whole row or column of the product not finite, and each of them crosses the first column or row (the
+first column need not be read where the layer has a bias, whose gradient is the sum of ``rows``)::
 
     rows.T          inputs              product
     a b c           g h i               . . ! .     h = inf: its column

@@ -386,9 +386,9 @@ def _is_flag(name: str, value: object) -> bool:
     """Tell whether what a function is given may differ between ranks: a flag, a logger or a rank by its name."""
     if not GIVEN_FLAGS.fullmatch(name) or callable(value):
         return False
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool):
         return "rank" in name
-    return not isinstance(value, torch.Tensor | list | tuple | set | frozenset | dict)
+    return not isinstance(value, float | complex | torch.Tensor | list | tuple | set | frozenset | dict)
 
 
 def describe_globals(function: FunctionType, depth: int) -> Iterator[tuple[str, str]]:

@@ -100,8 +100,8 @@ def require_file_names(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     found = next((name for name in sorted(names) if name in {"", ".", ".."} or re.search(r"[/\\\0]", name)), None)
     if found is not None:
         raise CheckpointError(
-            f"{checkpoint.folder} has the parameter {found!r}, but DeepSpeed's universal checkpoint has a folder of the "
-            "name of each parameter; rename it, or export it with the format pt"
+            f"{checkpoint.folder} has the parameter {found!r}, but DeepSpeed's universal checkpoint has a folder of "
+            "the name of each parameter; rename it, or export it with the format pt"
         )
 
 
@@ -119,9 +119,9 @@ def require_adam(checkpoint: Checkpoint, states: Mapping[str, Mapping[str, Any]]
     missing = sorted({*trained} - states.keys())
     if states and missing:
         raise CheckpointError(
-            f"{checkpoint.folder} has no optimizer state of {missing[0]}, which no gradient has reached, but DeepSpeed's "
-            "universal checkpoint has one number of steps for all; export it with the format pt, and load the files in "
-            "the script"
+            f"{checkpoint.folder} has no optimizer state of {missing[0]}, which no gradient has reached, but "
+            "DeepSpeed's universal checkpoint has one number of steps for all; export it with the format pt, "
+            "and load the files in the script"
         )
     others = {key for state in states.values() for key in state} ^ {*MEANS, "step"}
     steps = sorted({float(state["step"]) for state in states.values() if "step" in state})
