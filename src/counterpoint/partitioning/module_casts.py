@@ -156,10 +156,10 @@ class CastParameters(dict[str, "nn.Parameter | None"]):
             self.read_uncast.add(name)
 
     def require_own_dtype(self, name: str, param: Tensor) -> None:
-        """Check that a parameter that is read without a cast is none.
+        """Check that a parameter that is read without a cast has its own dtype.
 
         Raises:
-            DataError: it is one.
+            DataError: it has another one.
         """
         if param.dtype != self.own_dtypes.get(name, param.dtype):
             raise DataError(

@@ -107,7 +107,7 @@ class SegmentCompiler:
                 return self._call(compiled, *args)
 
     def describe_effect(self, error: Exception, args: Sequence[Any]) -> str:
-        """Return why a checkpoint of a recurrent layer whose weights are cast is no graph; empty for other errors."""
+        """Return why a checkpoint of a recurrent layer with cast weights cannot be one graph; else an empty text."""
         found = [find_cast_recurrent(value) for value in tree_leaves(args) if isinstance(value, nn.Module)]
         path, dtype = next(filter(None, found), ("", None))
         if dtype is None or CAST_EFFECT not in str(error):
