@@ -72,33 +72,3 @@ def test_an_asynchronous_pipeline_recomputes_with_the_version_of_the_forward():
     found, trained = train(make_model(lambda layers: nn.Sequential(*layers), 0.3, recomputes=True), plan)
     assert found == pytest.approx(losses, rel=1e-12, nan_ok=True)  # the first step has no loss yet
     assert max_difference(trained, weights) <= 1e-12
-
-
-class Nested(Residual):
-    """A checkpoint inside of another one; torch saves its inputs inside of an ``autograd.Function``."""
-
-    def forward(self, x):
-        return x + checkpoint(super().forward, x, use_reentrant=False) if self.recomputes else x + super().forward(x)
-
-
-def make_nested(dropout, *, recomputes):
-    return build_seeded(
-        lambda: Chain([nn.Linear(6, 6), *(Nested(dropout, recomputes=recomputes) for _ in range(2)), nn.Linear(6, 3)])
-    )
-
-
-@pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=3)", "pipeline(2)"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_checkpoint_inside_of_another_one_trains_as_none(dropout, plan):
-    losses, weights = train(make_nested(dropout, recomputes=False), "solo")
-    found, trained = train(make_nested(dropout, recomputes=True), plan)
-    assert found == pytest.approx(losses, rel=1e-12)
-    assert max_difference(trained, weights) <= 1e-12
-
-
-@pytest.mark.parametrize("plan", ["data(2)", "zero(2, level=3)"])
-def test_a_checkpoint_inside_of_another_one_compiles(plan):
-    losses, weights = train(make_nested(0.3, recomputes=False), "solo")
-    found, trained = train(make_nested(0.3, recomputes=True), plan, compile="segments(backend=aot_eager)")
-    assert found == pytest.approx(losses, rel=1e-12)
-    assert max_difference(trained, weights) <= 1e-12

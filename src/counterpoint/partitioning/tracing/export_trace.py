@@ -223,30 +223,6 @@ class TracedGraph:
         return tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
 
 
-class SkipSameGradMode(TorchFunctionMode):
-    """Keep calls out of a trace that disable or enable autograd where it is disabled or enabled already.
-
-    Torch disables it inside of ``autograd.Function``, which no trace shows. There ``torch.no_grad()``, as of a
-    checkpoint inside of another one when it saves its inputs, would be recorded as ``False`` twice, and disable
-    autograd for the rest of the trace.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Call the function, unless it would change nothing."""
-        if func is SET_GRAD_ENABLED and args[0] is torch.is_grad_enabled():
-            return None
-        return func(*args, **(kwargs or {}))
-
-
-SET_GRAD_ENABLED = torch._C._set_grad_enabled  # noqa: SLF001 - what torch.no_grad and torch.enable_grad call
-
-
 class CreatedParameters:
     """Finds parameters that a forward creates, as one that does so in its first call.
 
@@ -472,19 +448,6 @@ def _track_calls(
             module.register_forward_pre_hook(partial(enter, path)),
             module.register_forward_hook(leave),
         ]
-    same_grad_mode = SkipSameGradMode()
-
-    def enter_mode(module: nn.Module, args: object) -> None:
-        # here, so that it is called before the modes of torch's tracer
-        same_grad_mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def leave_mode(module: nn.Module, args: object, output: object) -> None:
-        same_grad_mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    hooks += [
-        model.register_forward_pre_hook(enter_mode),
-        model.register_forward_hook(leave_mode, always_call=True),
-    ]
     try:
         yield stripped_types
     finally:
