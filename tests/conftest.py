@@ -35,6 +35,17 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _no_function_mode_is_left():
+    """A mode that a test leaves active would intercept the calls of all tests after it in its process."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        left = [type(torch._C._get_function_stack_at(index)) for index in range(torch._C._len_torch_function_stack())]
+        for _ in left:
+            torch._C._pop_torch_function_stack()
+        assert not left
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible():
     """Processes that tests start can be interrupted, even where nohup or a shell in the background lets none be."""

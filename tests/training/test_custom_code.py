@@ -192,7 +192,7 @@ def test_an_error_of_the_models_forward_says_which_samples_and_blocks_it_had(str
     assert isinstance(mistake, KeyError)
     assert mistake.__notes__[0] == (
         "raised by the model's forward: block 0 of 1 on microbatch 1 of step 2, which has 1 of the batch's 3 samples, "
-        "with inputs of the shapes (1, 6)"
+        "with inputs of the shapes (1, 6); it was raised in Fussy()"
     )
 
 
