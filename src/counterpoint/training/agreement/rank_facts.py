@@ -62,7 +62,7 @@ REMEDIES = {
     "the order of samples": "give samplers, and their generators, the same seed on all of them",
     "the model": "call model.train(), or model.eval(), on all of them",
     "the loss": "give the same function, with the same code and the same settings, on all of them, or, if results do "
-    "not depend on a setting, a name with rank, or with a word such as main, verbose or log, which is not compared",
+    "not depend on a setting, the name verbose, debug, logger, is_main or rank, which is not compared",
     "the plan": "give the same strategy and num_microbatches on all of them",
     "the call": "every rank runs the same script: make the same calls in the same order on all of them",
 }
