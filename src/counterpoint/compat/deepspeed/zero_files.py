@@ -123,7 +123,7 @@ def find_zero_folder(folder: Path, tag: str | None = None) -> Path:
         tag: of the checkpoint; the latest by default.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the folder has no such files.
     """
     if tag is None and not has_zero_files(folder):
         try:
